@@ -25,9 +25,7 @@ from memtrain.optim.wrappers.apply import (
     check,
     check_release,
     check_removable,
-    has_large_gradients,
     remove,
-    steps_in_rows,
 )
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.entries import sum_compressor
@@ -186,8 +184,6 @@ def _wrap(called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any) 
         interception.attach()
     optimizers, added = apply(model, optimizers, plan.config, sum_compressor(plan.config))
     handles += added
-    if interception is not None and any(steps_in_rows(model, one) for one in optimizers):
-        interception.make_in_rows()
     if rounding is not None:
         handles += [rounding.scaler.attach(optimizer) for optimizer in optimizers]
     wrapped = Wrapped(plan, interception, handles)
@@ -377,7 +373,7 @@ def _interception(
     model: nn.Module, plan: Plan, rounding: ForwardRounding | None
 ) -> Interception | None:
     """The interception of a model's forwards; None where nothing is done to them."""
-    if not plan.intercepts and not has_large_gradients(model, plan.config):
+    if not plan.intercepts:
         return None
     interception = Interception(
         model,

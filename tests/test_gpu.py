@@ -237,26 +237,6 @@ def test_a_forward_that_swaps_holds_three_payloads():
         assert torch.equal(compressor.decompress(packed[k]), expected)
 
 
-@pytest.mark.parametrize("preset", ["all_four", "all_four_2bit"])
-def test_gradients_in_pieces_step_as_whole_ones(preset):
-    def train(limit):
-        torch.manual_seed(0)
-        layers = nn.Embedding(2**13, 256), nn.Linear(256, 256), nn.Linear(256, 2**13, bias=False)
-        model = nn.Sequential(*layers).cuda()
-        optimizer = torch.optim.AdamW(model.parameters())
-        cfg = {"preset": preset, "release": {"gradient_bytes": limit}}
-        model, optimizer = memtrain.wrap(model, optimizer, cfg)
-        for step in range(3):
-            given = torch.randint(0, 2**13, (4, 32), generator=torch.Generator().manual_seed(step))
-            loss = model(given.cuda()).float().flatten(0, 1)
-            nn.functional.cross_entropy(loss, given.flatten().cuda()).backward()
-            optimizer.step()
-        return [param.float() for param in model.parameters()]
-
-    for whole, pieces in zip(train(None), train(2**19), strict=True):
-        torch.testing.assert_close(pieces, whole, rtol=2.0**-7, atol=1e-3)  # products round
-
-
 @pytest.mark.parametrize("clip", ["none", "parameter"])
 def test_states_in_host_memory_are_stepped_as_on_the_cpu(clip):
     """The CPU's own kernels step both, by gradients that the device has brought."""

@@ -4,7 +4,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memtrain.config.errors import at_least, nearest
-from memtrain.config.sizes import parse_size
 from memtrain.precision.assignment import Precision
 
 KEEP, CPU = "keep", "cpu"
@@ -124,19 +123,12 @@ class Release:
     """The factor of the loss: gradients are divided by it."""
     skip_nonfinite: bool = True
     """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
-    gradient_bytes: Any = 2**29
-    """A size (`4KiB`, or whole bytes). The weight of a linear layer or an embedding whose gradient
-    takes more is stepped from pieces of its rows, of 64 MiB at most, each made and freed before the
-    next; empty: from the whole."""
     accumulate: int = 1
     """Backward passes that make a step: their gradients are added up in one byte an element."""
     sums: Any = "B256/E3M4+SR"
     """The compressor of what has been added up so far."""
 
     def __post_init__(self) -> None:
-        if self.gradient_bytes is not None:
-            self.gradient_bytes = parse_size(self.gradient_bytes, "release.gradient_bytes")
-            at_least("release.gradient_bytes", self.gradient_bytes, 1)
         at_least("release.accumulate", self.accumulate, 1)
         if self.accumulate > 1 and self.clip == "two_pass":
             value = self.accumulate

@@ -9,8 +9,8 @@ import torch
 from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.step.prepared import PreparedStep
 from memtrain.kernels.step.step import fused_step
+from tests.kernels.forms import FORMS, entry_of, tensors
 from tests.kernels.test_passes import held, unlaunched
-from tests.kernels.test_row_pieces import FORMS, entry_of, tensors
 
 __all__ = ["unlaunched"]
 SHAPES = [(32, 16, 3, 3), (64, 24, 2, 2)]

@@ -8,13 +8,11 @@ from torch import nn
 
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.step import row_pieces
 from memtrain.kernels.step.prepared import PreparedSteps
-from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.update_rules import COUNT, on_device
+from tests.kernels.forms import FORMS, entry_of
 from tests.kernels.kept_steps import step_kept
-from tests.kernels.test_row_pieces import FORMS, entry_of
 
 KEPT, TABLE = torch.zeros(0), torch.zeros(2**12, dtype=torch.int64)
 
@@ -62,22 +60,6 @@ def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
         assert held(lambda: fused_step(given)) == (0, 0)
         turned = [e._replace(grad=e.grad.mT.contiguous().mT) for e in given]
         assert held(lambda: fused_step(turned))[0] == sum(e.grad.nbytes for e in given)
-
-
-@pytest.mark.parametrize("form", ["4 bits", "rank-1", "factored", "2 bits"])
-def test_a_simulated_step_in_pieces_holds_what_the_launches_do(form, unlaunched, monkeypatch):
-    entry = entry_of(form, "float32", (1024, 256))
-
-    def step():
-        pieces = RowPieces(lambda begin, end: entry.grad[begin:end], entry.param, 256)
-        row_pieces.step(entry, pieces)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(row_pieces, "choose", lambda x: "triton")
-        step()
-        real = held(step)
-    with simulating("cuda"):
-        assert held(step) == real
 
 
 @pytest.mark.parametrize("form", ["4 bits", "rank-1", "factored", "2 bits"])

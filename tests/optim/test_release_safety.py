@@ -1,7 +1,6 @@
 """Released gradients beside streams, threads, and errors: weights are never read half stepped."""
 
 import threading
-from pathlib import Path
 
 import pytest
 import torch
@@ -9,10 +8,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from memtrain.config.sources import load
 from memtrain.optim import AdamW4bit
 from memtrain.optim.wrappers.release import ReleaseGradients
-from memtrain.plan import file
 from tests.optim.test_host_states import Bus, beside, chain, run
 
 
@@ -180,22 +177,3 @@ def test_adalora_is_refused_by_name():
     with pytest.raises(ValueError, match=r"AdaLoRA .* gradients=keep"):
         memtrain.wrap(model, optimizer, ["preset=all_four"])
     memtrain.wrap(model, optimizer, ["preset=all_four", "gradients=keep"])
-
-
-@pytest.mark.parametrize(("given", "nbytes"), [("4KiB", 4096), ("1.5MiB", 1572864), ("77", 77)])
-def test_gradient_bytes_is_a_size(given, nbytes):
-    assert load([f"release.gradient_bytes={given}"]).release.gradient_bytes == nbytes
-
-
-@pytest.mark.parametrize("given", ["0", "many", "-4KiB", "true"])
-def test_gradient_bytes_that_are_no_size_are_refused(given):
-    with pytest.raises((ValueError, TypeError), match=r"release\.gradient_bytes"):
-        load([f"release.gradient_bytes={given}"])
-
-
-def test_a_plan_with_a_size_is_saved_and_loaded(tmp_path: Path):
-    model = nn.Linear(4, 4)
-    optimizer = torch.optim.AdamW(model.parameters())
-    memtrain.wrap(model, optimizer, ["preset=all_four", "release.gradient_bytes=4KiB"])
-    memtrain.plan_of(model).save(tmp_path / "plan.yaml")
-    assert file.load(tmp_path / "plan.yaml").release.gradient_bytes == 4096

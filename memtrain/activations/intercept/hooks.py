@@ -161,13 +161,6 @@ class Interception:
                 vars(module)["forward"] = WrittenOut(module)
         self.recompute.attach(self.model)
 
-    def make_in_rows(self) -> None:
-        """Let linear layers and embeddings leave gradients of their weights to be made in pieces.
-
-        Those of ops that are rounded stay whole.
-        """
-        self.replacements.in_rows = self.rounding is None
-
     def detach(self) -> None:
         """Take the hooks off again; payloads in living graphs stay valid."""
         self._stop(completed=False)
@@ -245,9 +238,7 @@ class Interception:
             self._part = weakref.ref(module)
         saving = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saving or self._may_round())
-        idles = rounds or (
-            (self.options.low is not None or self.replacements.in_rows) and self._may_round()
-        )
+        idles = rounds or (self.options.low is not None and self._may_round())
         given = (args, kwargs)
         if self.rounding is not None and rounds:
             given = self.rounding.begin(self.model, name, args, kwargs)

@@ -20,7 +20,6 @@ from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.ops import conv, cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
-from memtrain.activations.ops.in_rows import IN_ROWS, in_rows
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.saved_tensors import SavedTensors
@@ -140,8 +139,6 @@ class Replacements:
         """Path of the module whose forward runs."""
         self.idle = False
         """Whether nothing is saved for a backward."""
-        self.in_rows = False
-        """Whether gradients of weights may be made in pieces."""
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a torch function."""
@@ -152,8 +149,6 @@ class Replacements:
         return run_mixed(run, low, function, self.module, args, kwargs)
 
     def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        if self.in_rows and function in IN_ROWS and top_hooks() is None:
-            function = in_rows(function, args, kwargs)
         if not self.idle and is_grad_enabled():
             call = self._recognise(function, args, kwargs)
             chosen = None if call is None else self.compressor(call)

@@ -123,7 +123,6 @@ def record_step(
         trained.add(parameter)
         recorder.adopt([parameter.grad] if parameter.grad is not None else [], GRADIENTS)
 
-    arrived.reads_no_gradient = True  # pyright: ignore[reportFunctionMemberAccess]
     handles = [_first(p, arrived) for p in model.parameters() if p.requires_grad]
     optimizer.zero_grad(set_to_none=True)
     try:

@@ -15,11 +15,10 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.kernels.step import cuda_graph, row_pieces
+from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
-from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.step import Entry, has_kernel
 from memtrain.kernels.step.update_rules import Number, Scalars, on_device
@@ -33,7 +32,6 @@ from memtrain.optim.states.compressed_states import (
 )
 from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import (
-    is_sharded,
     local,
     local_gradient,
     shard_of,
@@ -74,7 +72,6 @@ class FusedStates(CompressedStates):
     """Whether each parameter's state has a counter of steps."""
     _masters: Mapping[Tensor, MasterWeight] = {}
     _guards: Mapping[Tensor, Tensor] = {}
-    _pieces: Mapping[Tensor, RowPieces] = {}
     _keeps_steps: bool = True
 
     def __init_subclass__(cls) -> None:
@@ -133,7 +130,6 @@ class FusedStates(CompressedStates):
         *,
         masters: Mapping[Tensor, MasterWeight] | None = None,
         guards: Mapping[Tensor, Tensor] | None = None,
-        pieces: Mapping[Tensor, RowPieces] | None = None,
         keeps_steps: bool | None = None,
     ) -> Iterator[None]:
         """Let steps inside the block read what stands beside parameters.
@@ -141,12 +137,10 @@ class FusedStates(CompressedStates):
         Args:
             masters: Are read in the place of these parameters, and written.
             guards: Where one of them is not finite, its parameter and states are left as they are.
-            pieces: Are read in the place of these parameters' gradients.
             keeps_steps: Whether what is prepared for these steps may serve later ones: False for
                 parameters that live for one step.
         """
-        given = {"_masters": masters, "_guards": guards, "_pieces": pieces}
-        given["_keeps_steps"] = keeps_steps
+        given = {"_masters": masters, "_guards": guards, "_keeps_steps": keeps_steps}
         given = {name: value for name, value in given.items() if value is not None}
         vars(self).update(given)
         try:
@@ -206,7 +200,6 @@ class FusedStates(CompressedStates):
         for group in self.param_groups:
             self.check(group)
         masters = {param for param, master in self._masters.items() if master.any}
-        masters |= self._pieces.keys()  # a stand-in tells nothing
         capturing = cuda_graph.capturing()
         watched = None if capturing else self._watch.before(self.param_groups, masters)
         if prepared is not None and given is not None:
@@ -235,7 +228,7 @@ class FusedStates(CompressedStates):
 
     def _given(self) -> Given | None:
         """What a step works on; None where none that was prepared can serve."""
-        if self._pieces or not self._keeps_steps:
+        if not self._keeps_steps:
             return None
         if is_simulated() and not any(group.get("capturable") for group in self.param_groups):
             return None
@@ -260,11 +253,6 @@ class FusedStates(CompressedStates):
     def _prepare_and_step(self) -> None:
         """Step by entries of their own, and keep what was prepared for a next step."""
         entries = [entry for group in self.param_groups for entry in self._entries(group)]
-        if self._pieces:
-            for entry in entries:
-                if entry.param in self._pieces:
-                    row_pieces.step(entry, self._pieces[entry.param])
-            return
         given = self._given()
         prepared = PreparedStep(entries)
         prepared.run()
@@ -304,23 +292,6 @@ class FusedStates(CompressedStates):
         own = real_view(local(param))
         grad, shard = real_view(local_gradient(param)), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master, guard)
-
-    def rows_at_once(self, param: Tensor, nbytes: int) -> int:
-        """Rows of the pieces in which a step may take a parameter's gradient; 0: only whole.
-
-        Args:
-            param: Of a group.
-            nbytes: Of a piece at most, where whole blocks are no more.
-        """
-        for group in self.param_groups:
-            if any(param is own for own in group["params"]):
-                _, codecs = self._kept_as(param, self.state_names(group))
-                if codecs is None or is_sharded(param) or param.is_complex():
-                    return 0
-                # Neither gradient nor scalars are read.
-                entry = Entry(param, param, ({},) * len(codecs), codecs, self.rule, param)
-                return row_pieces.rows_at_once(entry, nbytes)
-        return 0
 
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]

@@ -116,8 +116,7 @@ class SGD4bit(FusedStates):
     def _entry(
         self, param: Tensor, names: tuple[str, ...], scalars: Scalars | Tensor
     ) -> Entry | None:
-        apart = self._masters.get(param, PLAIN).any or param in self._pieces
-        if names or apart or isinstance(scalars, Tensor):
+        if names or self._masters.get(param, PLAIN).any or isinstance(scalars, Tensor):
             return super()._entry(param, names, scalars)
         # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
         h: Any = scalars

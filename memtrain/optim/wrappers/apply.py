@@ -29,7 +29,7 @@ KEEP, RELEASE, CPU = "keep", "release", "cpu"
 def check_release(config: Any) -> None:
     """Raise ValueError for options of released gradients where they are kept: silent no-ops."""
     default = type(config.release)()
-    for name in ("clip", "limit", "loss_scale", "gradient_bytes", "accumulate"):
+    for name in ("clip", "limit", "loss_scale", "accumulate"):
         nothing = getattr(default, name)
         value = getattr(config.release, name)
         if config.gradients == KEEP and value != nothing:
@@ -162,27 +162,11 @@ def _around(
             limit=own.limit,
             loss_scale=own.loss_scale,
             skip_nonfinite=own.skip_nonfinite,
-            gradient_bytes=own.gradient_bytes,
             accumulate=own.accumulate,
             sums=sums,
             seed=config.seed,
         )
     return optimizer
-
-
-def has_large_gradients(model: nn.Module, config: Any) -> bool:
-    """Whether a model has weights whose gradients may be made in pieces."""
-    nbytes = config.release.gradient_bytes
-    if config.gradients != RELEASE or nbytes is None or config.optim.device == CPU:
-        return False
-    return any(param.dim() == 2 and param.nbytes > nbytes for param in model.parameters())
-
-
-def steps_in_rows(model: nn.Module, optimizer: Optimizer) -> bool:
-    """Whether gradients of weights of a model may be made in pieces."""
-    if not isinstance(optimizer, ReleaseGradients):
-        return False
-    return any(optimizer.rows_at_once(param) for param in model.parameters())
 
 
 def check_removable(optimizer: Optimizer, config: Any) -> None:

@@ -15,8 +15,6 @@ from memtrain.compressors.base import GRADIENT_SUM, Compressor
 from memtrain.compressors.registry import check_role
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph, uploads
-from memtrain.kernels.step.row_pieces import Make, RowPieces
-from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import local, wait_for_part
 from memtrain.optim.states.untraced import untraced
@@ -33,12 +31,9 @@ from memtrain.optim.wrappers.release_checks import (
     check_separate,
     refuse_scaler,
 )
-from memtrain.optim.wrappers.row_gradients import RowGradients
 from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
-PIECE = 2**26
-"""Bytes of a piece of a gradient: less than the largest of a layer, where pieces matter."""
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -108,9 +103,6 @@ class ReleaseGradients(OptimizerWrapper):
         skip_nonfinite: Whether to look for NaN and Inf. On CUDA the host reads all norms at once,
             when the step ends; a fused optimizer's kernels read each where it lies, before they
             update. Other optimizers cannot: the host waits for each of their gradients.
-        gradient_bytes: Under `wrap`, a weight of a linear layer or an embedding whose gradient
-            takes more is stepped from pieces of its rows, made one by one (`RowGradients`): of
-            `PIECE` bytes, and of so many at most. None: from the whole.
         accumulate: Backward passes that make a step.
         sums: The compressor of gradients that are added up.
         seed: Feeds the stochastic rounding of sums.
@@ -119,8 +111,8 @@ class ReleaseGradients(OptimizerWrapper):
         ValueError: If a value is not allowed.
 
     Memory:
-        Gradients: the largest single one, or piece of one, for its update, and a smallest. Under
-        DDP the buckets stay: all of them.
+        Gradients: the largest single one for its update, and a smallest. Under DDP the buckets
+        stay: all of them.
         With `accumulate` above 1: 1.016 bytes per parameter between the passes.
         With `global_norm` all gradients, in their dtype; sums of several passes in float32.
 
@@ -147,18 +139,14 @@ class ReleaseGradients(OptimizerWrapper):
         limit: float = 1.0,
         loss_scale: float = 1.0,
         skip_nonfinite: bool = True,
-        gradient_bytes: int | None = None,
         accumulate: int = 1,
         sums: Compressor = BUFFER,
         seed: int = 0,
     ) -> None:
-        check_options(clip, limit, loss_scale, accumulate, gradient_bytes)
+        check_options(clip, limit, loss_scale, accumulate)
         check_role(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
-        self.gradient_bytes = gradient_bytes
-        self.rows = RowGradients(WeakRef(self))
-        """Asked by the uses of weights whose gradients may be made in pieces."""
         self._sums = GradientSums(accumulate, seed, sums)
         self.norm: float | None = None
         """Global norm of the last whole step's gradients, before clipping; None if not measured."""
@@ -225,7 +213,6 @@ class ReleaseGradients(OptimizerWrapper):
         self._squares = 0.0
         self._attach()
         self._sums.advance()
-        self.rows.forget()
         self.advance()
         self.tell_schedulers()
         return loss
@@ -289,7 +276,6 @@ class ReleaseGradients(OptimizerWrapper):
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
-        self.rows.detach()
         return self.release_inner()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -315,14 +301,13 @@ class ReleaseGradients(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
-        runtime |= {"_late": [], "_waiting": [], "after": None, "rows": None, "_lock": None}
+        runtime |= {"_late": [], "_waiting": [], "after": None, "_lock": None}
         runtime["backward"] = None
         return {**super().__getstate__(), **runtime, "follows": False}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._lock, self.backward = RLock(), Backward()
-        self.rows = RowGradients(WeakRef(self))
         self._attach()
 
     @property
@@ -390,39 +375,6 @@ class ReleaseGradients(OptimizerWrapper):
 
     @torch.no_grad()
     @one_at_a_time
-    def on_rows(self, param: Tensor, make: Make) -> None:
-        """A backward's gradient is complete, and can be made in pieces: update."""
-        self.enter()
-        self.refuse_replaced(self._handles)
-        measure = late_norms.norm_of if self._measures else None
-        self._update(param, RowPieces(make, param, self.rows_at_once(param), measure))
-        for hook in self._other_hooks(param):
-            hook(param)
-
-    def rows_at_once(self, param: Tensor) -> int:
-        """Rows of the pieces in which a parameter's gradient may come; 0: as a whole only."""
-        nbytes = self.gradient_bytes
-        if nbytes is None or param.nbytes <= nbytes or param not in self._handles:
-            return 0
-        if self.accumulate > 1 or self.clip == "global_norm" or self.would_watch(param):
-            return 0  # a sum, a gradient that waits and a witness are whole
-        inner = getattr(self.inner, "inner", self.inner)  # of split weights
-        if param in self._bucketed or not isinstance(inner, FusedStates):
-            return 0
-        return inner.rows_at_once(param, min(nbytes, PIECE))
-
-    def is_watched(self, param: Tensor) -> bool:
-        """Whether hooks of others read the gradient that a parameter has accumulated."""
-        return not all(
-            getattr(hook, "reads_no_gradient", False) for hook in self._other_hooks(param)
-        )
-
-    def _other_hooks(self, param: Tensor) -> list[Callable[[Tensor], Any]]:
-        hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-        return [hook for number, hook in hooks.items() if number != self._handles[param].id]
-
-    @torch.no_grad()
-    @one_at_a_time
     def on_reduced(self, param: Tensor, grad: Tensor) -> None:
         """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
         self._update(param, grad)
@@ -445,7 +397,7 @@ class ReleaseGradients(OptimizerWrapper):
     def _watches(self, param: Tensor) -> bool:
         return self._witness is None and self.would_watch(param)
 
-    def _update(self, param: Tensor, grad: Tensor | RowPieces) -> None:
+    def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
         cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
         self._check(param)
@@ -454,9 +406,6 @@ class ReleaseGradients(OptimizerWrapper):
         if not self._done:
             self._rates = self._learning_rates()
         self._done.add(param)
-        if isinstance(grad, RowPieces):
-            self._update_in_rows(param, grad)
-            return
         norm = late_norms.norm_of(grad) if self._measures else 0.0
         if isinstance(norm, Tensor):
             self._late.append(LateNorm(param, norm, late_norms.count_of(self.state, param)))
@@ -496,21 +445,6 @@ class ReleaseGradients(OptimizerWrapper):
         self._settle()
         self._apply_waiting()
 
-    def _update_in_rows(self, param: Tensor, grad: RowPieces) -> None:
-        """As `_update`: the norm becomes known as the pieces are gone through."""
-        count = late_norms.count_of(self.state, param)
-        if self._pass == "measure" or self._clips_by_own_norm:
-            grad.know_norm()
-        if self._pass != "measure":
-            self._apply(param, grad, 0.0 if grad.norm is None else grad.norm)
-        if grad.norm is None:
-            return
-        one = LateNorm(param, grad.norm, count)
-        if late_norms.is_late(grad.norm):
-            self._late.append(one)
-        else:
-            self._count(one, grad.norm.item())
-
     def _apply_waiting(self) -> None:
         """Apply what `global_norm` has kept, or skip the step."""
         waiting, self._waiting = self._waiting, []
@@ -523,7 +457,7 @@ class ReleaseGradients(OptimizerWrapper):
         while waiting:
             self._apply(*waiting.pop(0), norm)
 
-    def _apply(self, param: Tensor, grad: Tensor | RowPieces, norm: float | Tensor) -> None:
+    def _apply(self, param: Tensor, grad: Tensor, norm: float | Tensor) -> None:
         guard = norm if isinstance(norm, Tensor) else None
         factor = self._clip_factor(norm if guard is None else guard.double() / self.loss_scale)
         factor = factor / self.loss_scale
@@ -535,12 +469,7 @@ class ReleaseGradients(OptimizerWrapper):
             grad = grad * factor if scales else grad
             return grad.clamp(-self.limit, self.limit) if self.clip == "value" else grad
 
-        if isinstance(grad, RowPieces):
-            grad.changed(clipped, torch.float32 if widened else param.dtype)
-            target = Target(param, param, grad)
-        else:
-            target = Target(param, param, clipped(grad), guard)
-        self.step_targets([target])
+        self.step_targets([Target(param, param, clipped(grad), guard)])
         if self.after is not None:
             self.after(param)
 

@@ -22,12 +22,8 @@ REQUIRED = (
 """The end of each error of a loop that breaks one of these, so that the next run has none."""
 
 
-def check_options(
-    clip: str, limit: float, loss_scale: float, accumulate: int, gradient_bytes: int | None
-) -> None:
+def check_options(clip: str, limit: float, loss_scale: float, accumulate: int) -> None:
     """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
-    if gradient_bytes is not None and gradient_bytes < 1:
-        raise ValueError(f"gradient_bytes={gradient_bytes} is out of range; allowed: at least 1")
     if accumulate < 1:
         raise ValueError(f"accumulate={accumulate} is out of range; allowed: at least 1")
     if accumulate > 1 and clip == "two_pass":

@@ -9,7 +9,6 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Key
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.step.row_pieces import RowPieces
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
@@ -340,8 +339,6 @@ class SplitWeights(OptimizerWrapper):
         param, leaf, grad, _ = target
         if not isinstance(self.inner, FusedStates) or param not in self.corrections:
             return False
-        if isinstance(grad, RowPieces):
-            return True
         return leaf is param and param.grad is not None and (grad is None or grad is param.grad)
 
     def _step_fused(self, targets: Sequence[Target]) -> None:
@@ -353,8 +350,7 @@ class SplitWeights(OptimizerWrapper):
             self._drop_stale(param)
             masters[param] = self._kept_master(param)
         with inner.reading(masters=masters):
-            own = [t if isinstance(t.grad, RowPieces) else t._replace(grad=None) for t in targets]
-            super().step_targets(own)
+            super().step_targets([target._replace(grad=None) for target in targets])
         for param in masters:  # the step's own change
             self._versions[param] = param._version
 
@@ -368,7 +364,7 @@ class SplitWeights(OptimizerWrapper):
     def _enter(self, target: Target) -> Target:
         param = target.param
         grad = param.grad if target.grad is None else target.grad
-        if param not in self.corrections or grad is None or isinstance(grad, RowPieces):
+        if param not in self.corrections or grad is None:
             return target
         return with_leaf(param, self.master(param), grad.float(), target.guard)
 

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
-from memtrain.kernels.step.row_pieces import RowPieces, stand_in
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import in_groups, optimizer_hooks
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
@@ -50,9 +49,8 @@ class Target(NamedTuple):
     param: Tensor
     leaf: Tensor
     """A leaf with `.grad`; the parameter itself, or its float32 master."""
-    grad: Tensor | RowPieces | None = None
-    """Used in place of `leaf.grad`; its dtype may differ where masters are stepped. In pieces only
-    for who says so by `FusedStates.rows_at_once`."""
+    grad: Tensor | None = None
+    """Used in place of `leaf.grad`; its dtype may differ where masters are stepped."""
     guard: Tensor | None = None
     """On the parameter's device: where it is not finite, nothing is stepped."""
 
@@ -108,7 +106,7 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
     try:
         for target in targets:
             if target.grad is not None:
-                target.leaf.grad = _as_gradient(target)
+                target.leaf.grad = target.grad.to(target.leaf.dtype)
         optimizer.param_groups = [alone for alone, _ in groups]
         with _reading(optimizer, targets, not masters) if fused else _NOTHING:
             raw_step(optimizer)
@@ -121,12 +119,6 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
                 optimizer.state[param] = optimizer.state.pop(leaf)
     for alone, group in groups if not fused else ():  # an option that a step advances
         group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
-
-
-def _as_gradient(target: Target) -> Tensor:
-    """A target's gradient in its leaf's dtype; of one in pieces what stands for it."""
-    grad = target.grad
-    return grad.to(target.leaf.dtype) if isinstance(grad, Tensor) else stand_in(target.leaf)
 
 
 def _groups_of(
@@ -161,7 +153,7 @@ def _stands_at(groups: list[dict[str, Any]], place: tuple[int, int], param: Tens
 
 
 def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> Any:
-    """Let a step inside the block read guards, and gradients in pieces.
+    """Let a step inside the block read guards.
 
     Args:
         optimizer: Whose step.
@@ -169,10 +161,9 @@ def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> 
         lasts: Whether their leaves live on.
     """
     guards = {target.leaf: target.guard for target in targets if target.guard is not None}
-    pieces = {t.leaf: t.grad for t in targets if isinstance(t.grad, RowPieces)}
-    if lasts and not guards and not pieces:
+    if lasts and not guards:
         return _NOTHING
-    return optimizer.reading(guards=guards, pieces=pieces, keeps_steps=lasts)
+    return optimizer.reading(guards=guards, keeps_steps=lasts)
 
 
 class OptimizerWrapper(Optimizer):

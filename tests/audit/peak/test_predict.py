@@ -251,32 +251,6 @@ def test_torchs_fused_sgd_is_predicted_where_it_is_right():
         predict(*given)
 
 
-class Untied(nn.Module):
-    def __init__(self, vocabulary=2**14):
-        super().__init__()
-        self.embedding = nn.Embedding(vocabulary, 64)
-        self.between = nn.Linear(64, 64)
-        self.head = nn.Linear(64, vocabulary, bias=False)
-
-    def forward(self, tokens):
-        return self.head(self.between(self.embedding(tokens)))
-
-
-def test_a_vocabularys_gradients_in_pieces_are_predicted():
-    model, tokens = Untied(), torch.arange(8)
-    optimizer = torch.optim.AdamW(model.parameters())
-    peaks = []
-    for nbytes in ("null", 2**18):
-        cfg = ["preset=all_four", f"release.gradient_bytes={nbytes}"]
-        found = [way(model, optimizer, tokens, cfg) for way in (predict, measure)]
-        peaks.append([timeline.peak.nbytes for timeline in found])
-        # Kernels' tables are made of real tensors.
-        assert peaks[-1][0] == pytest.approx(peaks[-1][1], abs=256)
-    bf16 = 2 * 2**14 * 64
-    # The norm of the whole one takes its float32 form besides, that of a piece the piece's.
-    assert peaks[0][0] - peaks[1][0] > (bf16 + 2 * bf16) - (2**18 + 2 * 2**18) - 2**17
-
-
 def step_temporaries(optimizer, cfg=None, device="cpu"):
     timeline = predict(
         optimizer.model, optimizer, torch.ones(2, 64), cfg, StepOptions(device=device)
