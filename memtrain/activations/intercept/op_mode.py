@@ -1,5 +1,6 @@
 """The torch function mode of a forward: it replaces ops, and visits the nodes that they make."""
 
+import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,6 +29,11 @@ EXPOSING = frozenset(_EXPOSING)
 _ADDRESS = callables("data_ptr")
 _ATTENTIONS = callables("scaled_dot_product_attention")
 _BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
+INSIDE = (
+    "the forward computes a gradient of ops whose saved tensors memtrain compresses: it is "
+    "approximate, and so is what the model makes of it, also in evaluation. Keep these tensors by "
+    "activations.exceptions, or wrap with the preset optimizer_only"
+)
 _OWN_LIBRARIES = ("aten", "prim", "prims")
 _GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
 _QUERIES = callables("size", "stride", "dim", "numel", "is_floating_point", "__len__")
@@ -66,6 +72,8 @@ class OpMode(TorchFunctionMode):
         checkpoint = getattr(hooks, "__module__", "") == torch.utils.checkpoint.__name__
         if hooked and not checkpoint and saved.records is not None:
             saved.records.note(Site(self.module, "*", "*"), FOREIGN_HOOKS)
+        if func in _BACKWARDS and saved.is_lossy:
+            warnings.warn(INSIDE, RuntimeWarning, stacklevel=4)
         result = self._run(func, args, kwargs)
         saved.collect(result, func, self.module, hooked=hooked or func in _BACKWARDS)
         return result

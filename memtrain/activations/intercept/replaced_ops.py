@@ -21,7 +21,7 @@ from memtrain.activations.ops import conv, cross_entropy, dropout, nonlinear, po
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.aliases import callables
-from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.origin import foreign, in_transform, storage_id
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Keep
@@ -189,7 +189,8 @@ class Replacements:
         x = call.x
         if not (x.requires_grad and x.is_floating_point()) or x.numel() < self.options.min_elements:
             return None
-        if foreign(x) or top_hooks() is not None:  # inside someone's activation checkpointing
+        # Inside someone's activation checkpointing, or forward-mode differentiation.
+        if foreign(x) or top_hooks() is not None or in_transform():
             return None
         if call.tensor == "input" and call.op not in _SAVE_RESULTS:
             storage = self.saved.store.get(storage_id(x))

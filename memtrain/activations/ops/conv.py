@@ -103,8 +103,9 @@ def convolution(
     """
     if torch.is_autocast_enabled(x.device.type):
         dtype = torch.get_autocast_dtype(x.device.type)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
+        if x.dtype != torch.float64:  # which autocast leaves alone
+            x, weight = x.to(dtype), weight.to(dtype)
+            bias = None if bias is None else bias.to(dtype)
     return _convolution(x, weight, bias, geometry, samples, compressor, key)
 
 

@@ -86,6 +86,8 @@ class SavedTensors:
         """Whether the op that runs now was given an attention mask of bools."""
         self.attention = ""
         """The name in rules of the attention that runs now, if one does."""
+        self.is_lossy = False
+        """Whether a gradient of what has run may be approximate."""
         self._hooked = False
         self._mark = 0  # nodes made before have been visited, or are not this forward's
         self._calls: dict[Site, int] = {}
@@ -325,6 +327,7 @@ class SavedTensors:
 
     def _handle(self, x: Tensor, site: Site, chosen: Compressor, node: Any = None) -> Handle | None:
         """Compress a tensor; None where a payload would be no smaller."""
+        self.is_lossy = self.is_lossy or not chosen.lossless
         storage = self.store.of(x, storage_id(x))
         handle, is_new = make_handle(storage, x, chosen, lambda: self.key(site), node)
         if handle is not None and self.records is not None:
@@ -403,6 +406,7 @@ class SavedTensors:
         for one in (node, *reversed(above)):
             self.readers.visit(one, copies=one is not node or site.op == "dropout")
         self.readers.seen((y,))
+        self.is_lossy = self.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
         if self.derive_outputs and isinstance(result, Tensor):
             self.derived.add(y, site.op)
         if self.watch is not None:

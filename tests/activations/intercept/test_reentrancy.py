@@ -408,3 +408,44 @@ def test_hooks_of_every_module_see_what_modules_give():
         handle.remove()
     assert shapes == [(ROWS, WIDTH)] * 2
     torch.testing.assert_close(y, 2 * plain)
+
+
+class Forces(nn.Module):
+    """Returns the gradient of an energy."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x):
+        with torch.enable_grad():
+            h = self.first(x).detach().requires_grad_()
+            energy = (self.last(h) * F.gelu(h)).sum()
+            return torch.autograd.grad(energy, h)[0]
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_a_forward_that_computes_a_gradient_warns_that_it_is_approximate(mode):
+    torch.manual_seed(0)
+    model, x = getattr(Forces(), mode)(), torch.randn(64, 64)
+    exact = copy.deepcopy(model)(x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    memtrain.wrap(model, optimizer, "exact")
+    assert torch.equal(model(x), exact)
+    memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
+    with pytest.warns(RuntimeWarning, match="the forward computes a gradient"):
+        model(x)
+
+
+def test_forward_mode_differentiation_inside_a_forward_is_left_alone():
+    class Tangent(nn.Linear):
+        def forward(self, x):
+            h = super().forward(x)
+            with torch.autograd.forward_ad.dual_level():
+                y = F.gelu(torch.autograd.forward_ad.make_dual(h, torch.ones_like(h)))
+                return torch.autograd.forward_ad.unpack_dual(y).tangent
+
+    model, x = Tangent(64, 64), torch.randn(64, 64)
+    exact = copy.deepcopy(model)(x)
+    intercept(model)
+    assert torch.equal(model(x), exact)

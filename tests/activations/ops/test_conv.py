@@ -136,13 +136,14 @@ def test_off_by_default_and_where_the_batch_is_small_enough():
         conv.recognise("conv2d", (x, weight), {}, 0)
 
 
-def test_autocast_and_fake_tensors():
-    module, x = nn.Conv2d(3, 4, 3), torch.randn(4, 3, 8, 8)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_autocast_and_fake_tensors(dtype):
+    module, x = nn.Conv2d(3, 4, 3, dtype=dtype), torch.randn(4, 3, 8, 8, dtype=dtype)
     with torch.autocast("cpu", torch.bfloat16):
         expected = module(x)
         with _Calls(Identity(), x[0].nbytes):
             y = module(x)
-    assert y.dtype == expected.dtype == torch.bfloat16
+    assert y.dtype == expected.dtype
     assert torch.equal(y, expected)
     with FakeTensorMode(allow_non_fake_inputs=True) as mode, _Calls(Group(), x[0].nbytes):
         assert module(mode.from_tensor(x)).shape == y.shape
