@@ -1,50 +1,15 @@
-"""The process's resident memory under Linux, and glibc's freed pages."""
+"""Pages that were freed, and that glibc keeps."""
 
 import ctypes
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
-_RESET_PEAK = "5"  # proc(5): the peak of the resident set becomes the present one
 _MMAP_THRESHOLD = -3  # mallopt(3)
 
 _MOST_IN_HEAP = 32 * 2**20  # bytes that the threshold above which glibc maps a block rises to
 _LARGE = 2**20
-
-
-def resident_nbytes(*, peak: bool = False) -> int | None:
-    """Bytes of the process in memory: tensors, libraries, Python, what the allocator keeps.
-
-    Args:
-        peak: The most since `restart_resident_peak`, in place of those of now.
-
-    Returns:
-        Bytes; None where the system does not tell them (it is not Linux).
-
-    Example:
-        >>> now = resident_nbytes()
-        >>> now is None or now > 2**20
-        True
-    """
-    try:
-        lines = Path("/proc/self/status").read_text().splitlines()
-    except OSError:
-        return None
-    name = "VmHWM:" if peak else "VmRSS:"
-    found = [line.split()[1] for line in lines if line.startswith(name)]
-    return 1024 * int(found[0]) if found else None
-
-
-def restart_resident_peak() -> bool:
-    """Let the peak of `resident_nbytes` begin anew; False where the system does not allow it."""
-    try:
-        Path("/proc/self/clear_refs").write_text(_RESET_PEAK)
-    except OSError:
-        return False
-    return True
 
 
 def hand_back_freed_pages() -> bool:
@@ -66,17 +31,6 @@ def hand_back_freed_pages() -> bool:
     """
     trim = _of_glibc("malloc_trim")
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
-
-
-def memory_is_short() -> bool:
-    """Whether the process holds more than a quarter of the machine's memory; False out of Linux.
-
-    Example:
-        >>> memory_is_short()
-        False
-    """
-    held = resident_nbytes()
-    return held is not None and held > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 4
 
 
 @contextmanager

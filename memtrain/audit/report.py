@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -31,7 +30,7 @@ from memtrain.config.sizes import format_size
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan.entries import UNKNOWN, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
-from memtrain.plan.rules import NO_RULE, expand
+from memtrain.plan.rules import NO_RULE
 
 CATEGORIES = {
     "weight": "weights",
@@ -260,10 +259,11 @@ def audit(
     entries = [*plan.entries("weight"), *_buffers(model)]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
+    sites = {*choices, *(record.site for record in planned)}
     report = Report(
         rows=(*map(_entry_row, known), *activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
-        unmatched=() if unseen else tuple(_unmatched(plan, choices, known, planned)),
+        unmatched=() if unseen else tuple(_unmatched(plan, sites)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
         host=_on_host(entries),
         unknown={
@@ -384,43 +384,11 @@ def _kept(entries: Iterable[PlanEntry], planned: Iterable[Record]) -> list[KeptT
     return sorted(kept, key=lambda group: -group.nbytes)
 
 
-def _unmatched(
-    plan: Plan, asked: Iterable[Site], entries: Iterable[PlanEntry], records: Iterable[Record]
-) -> list[str]:
-    """Rules that won at no site, and sites of a plan file that the forward does not have."""
-    config = plan.config
-    states = [entry.site.split(" / ") for entry in entries if entry.kind == "state"]
-    pairs = [(site[0], site[-1]) for site in states]
-    known = {site.name for site in (*asked, *(record.site for record in records))}
+def _unmatched(plan: Plan, sites: set[Site]) -> list[str]:
+    """The user's rules that won at no site, and sites of a plan file that the forward lacks."""
+    known = {site.name for site in sites}
     return [
         *([f"activations.recompute: {NO_BLOCKS}"] if plan.no_blocks else ()),
-        *(f"activations.sites: {name}" for name in config.activations.sites if name not in known),
-        *_losers("activations", ("module", "op", "tensor"), config.activations, asked),
-        *(_losers("optim", ("parameter", "state"), config.optim, pairs) if pairs else ()),
+        *(f"activations.sites: {x}" for x in plan.config.activations.sites if x not in known),
+        *plan.idle_exceptions(sites),
     ]
-
-
-def _losers(
-    part: str, fields: Sequence[str], rules: Any, names: Iterable[Sequence[str]]
-) -> Iterable[str]:
-    listed = [
-        (f"{part}.{group}.{index}", [str(getattr(rule, name)) for name in fields])
-        for group in ("exceptions", "rules")
-        for index, rule in enumerate(getattr(rules, group))
-    ]  # a preset's rules are for any model: only exceptions are the user's
-    won = {
-        next((key for key, patterns in listed if all(map(_matches, name, patterns))), "")
-        for name in set(map(tuple, names))
-    }
-    for key, patterns in listed:
-        if key not in won and ".exceptions." in key:
-            shown = " ".join(
-                f"{name}={pattern}"
-                for name, pattern in zip(fields, patterns, strict=True)
-                if pattern != "*"
-            )
-            yield f"{key}: {shown or 'everything'}"
-
-
-def _matches(name: str, pattern: str) -> bool:
-    return any(fnmatchcase(name, one) for one in expand(pattern))

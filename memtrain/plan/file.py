@@ -45,7 +45,7 @@ def load(cfg: Any) -> Config:
     """
     if isinstance(cfg, Path) or (isinstance(cfg, str) and cfg.endswith((".yaml", ".yml"))):
         path = Path(cfg)
-        if path.is_file() and _is_plan(text := path.read_text()):
+        if path.is_file() and _is_plan(text := _text(path)):
             return loads(text, str(path))
     return load_config(cfg)
 
@@ -117,29 +117,11 @@ def dumps(config: Config, sites: Mapping[str, Iterable[_Line]]) -> str:
     return text
 
 
-def diff(before: str, after: str) -> list[str]:
-    r"""List the different decisions of two plans.
-
-    Args:
-        before: A plan's YAML.
-        after: Another's.
-
-    Returns:
-        A line for each key or site that differs: `key: before -> after`; `-` where one lacks it.
-
-    Raises:
-        ValueError: If one of them is not a plan.
-
-    Example:
-        >>> diff("memtrain_plan: 1\nseed: 0", "memtrain_plan: 1\nseed: 3")
-        ['seed: 0 -> 3']
-    """
-    old, new = (_flat(loads(text)) for text in (before, after))
-    return [
-        f"{key}: {old.get(key, '-')} -> {new.get(key, '-')}"
-        for key in dict.fromkeys([*old, *new])
-        if old.get(key) != new.get(key)
-    ]
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{str(path)!r} is not a YAML file: {error}") from error
 
 
 def _is_plan(text: str) -> bool:
@@ -223,21 +205,6 @@ def _sites(decisions: list[_Line]) -> str:
 def _flow(value: Any) -> str:
     text = yaml.safe_dump(value, default_flow_style=True, width=float("inf"), sort_keys=False)
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _flat(config: Config) -> dict[str, str]:
-    found: dict[str, str] = {}
-
-    def walk(value: Any, path: str) -> None:
-        if isinstance(value, dict) and value and "name" not in value:
-            for key, inner in value.items():
-                shown = key if path.endswith(".sites") else f"{path}.{key}".lstrip(".")
-                walk(inner, shown)
-        else:
-            found[path] = _flow(value)
-
-    walk(_tree(config), "")
-    return found
 
 
 def _tree(value: Any) -> Any:

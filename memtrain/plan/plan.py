@@ -194,13 +194,26 @@ class Plan:
         """Return the initial widths for rules with `bits: auto`; None if there is none."""
         return automatic_bits(self.config.activations, self.activation_rules)
 
-    def unused(self) -> dict[str, list[str]]:
-        """Return the rules that have matched nothing so far, by section."""
-        return {
-            "activations": self.activation_rules.unused(),
-            "optim": self.state_rules.unused(),
-            "recompute": [NO_BLOCKS] if self.no_blocks else [],
-        }
+    def idle_exceptions(self, saved: Iterable[Site] = ()) -> list[str]:
+        """List the user's rules that win at no known site, as `activations.exceptions.0: op=gelo`.
+
+        Args:
+            saved: Sites of saved tensors, besides those that are recorded.
+        """
+        # Small tensors are kept without asking the rules.
+        recorded = (Site.parse(entry.site) for entry in self.entries("activation"))
+        for site in (*recorded, *saved):
+            self.activation_rules.choose(site)
+        for entry in self.entries("state"):
+            self.choose_state(*state_site(entry.site))
+        parts = {"activations": self.activation_rules}
+        if self.entries("state"):
+            parts["optim"] = self.state_rules
+        return [
+            f"{part}.exceptions.{text}"
+            for part, rules in parts.items()
+            for text in rules.idle_exceptions()
+        ]
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
         """Return the plan's entries, of one kind or all; activations once they are recorded."""
@@ -252,17 +265,18 @@ class Plan:
         partial.write_text(self.to_yaml())
         partial.replace(path)
 
-    def diff(self, other: "Plan") -> list[str]:
-        """List the decisions that differ from `other`: one line `site: this -> other` each."""
-        return file.diff(self.to_yaml(), other.to_yaml())
-
     def listing(self) -> str:
         """Return YAML: each site's compressor, or `keep` with the reason; rules without a match."""
         tree: dict[str, dict[str, str]] = {}
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
             tree.setdefault(entry.kind, {})[entry.site] = what
-        for part, rules in self.unused().items():
+        unused = {
+            "activations": self.activation_rules.unused(),
+            "optim": self.state_rules.unused(),
+            "recompute": [NO_BLOCKS] if self.no_blocks else [],
+        }
+        for part, rules in unused.items():
             if rules:
                 tree.setdefault("matched nothing", {})[part] = "; ".join(rules)
         return OmegaConf.to_yaml(OmegaConf.create(tree))

@@ -64,6 +64,10 @@ class Rules:
             )
             for rule in given
         ]
+        self._exceptions = [
+            " ".join(f"{name}={x}" for name in names if (x := str(getattr(rule, name))) != "*")
+            for rule in exceptions
+        ]
         self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
 
     def choose(self, names: tuple[str, ...], *, signed: bool = True) -> Compressor | Keep:
@@ -102,6 +106,12 @@ class Rules:
         """Return the patterns of the rules that have matched no site so far."""
         won = set(self._first.values())
         return [text for index, text in enumerate(self._texts) if index not in won]
+
+    def idle_exceptions(self) -> list[str]:
+        """Return the user's rules that have won at no site so far, such as `2: op=gelo`."""
+        won = set(self._first.values())
+        listed = enumerate(self._exceptions)
+        return [f"{index}: {text or 'everything'}" for index, text in listed if index not in won]
 
     def _winner(self, names: tuple[str, ...]) -> int:
         if names not in self._first:

@@ -33,7 +33,7 @@ from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan
-from memtrain.plan.rules import Rules, expand, matches
+from memtrain.plan.rules import Rules
 
 LEAST = 2**16
 """Bytes below which ops that memtrain does not know cause no warning."""
@@ -112,28 +112,6 @@ def unmet(plan: Plan) -> list[Unmet]:
     return found
 
 
-def idle_exceptions(plan: Plan) -> list[str]:
-    """List a user's exceptions that match no site of the forwards recorded so far.
-
-    Args:
-        plan: Of a wrapped model, after a forward.
-
-    Example:
-        >>> import torch
-        >>> from memtrain.plan.plan import make_plan
-        >>> model, cfg = torch.nn.Linear(4, 4), {"activations": {"exceptions": [{"op": "linaer"}]}}
-        >>> idle_exceptions(make_plan(model, torch.optim.SGD(model.parameters()), cfg))
-        ['module=*, op=linaer, tensor=*']
-    """
-    sites = [Site.parse(entry.site) for entry in plan.entries("activation")]
-    own = [(rule.module, rule.op, rule.tensor) for rule in plan.config.activations.exceptions]
-    return [
-        "module={}, op={}, tensor={}".format(*rule)
-        for rule in own
-        if not any(all(map(matches, site, map(expand, rule))) for site in sites)
-    ]
-
-
 def _compresses(rules: Rules, site: str) -> bool:
     chosen = rules.choose(Site.parse(site))
     return not (isinstance(chosen, Keep) or chosen.is_identity)
@@ -197,9 +175,10 @@ class FirstStep:
         found += unmet(self._plan)
         self._done = not (found and self._plan.config.strict)
         unseen = found or self._interception.compiled or recompute.names
-        if not unseen and (idle := idle_exceptions(self._plan)):
+        idle = [] if unseen else self._plan.idle_exceptions()
+        if idle := [text for text in idle if text.startswith("activations")]:
             warnings.warn(
-                "activations.exceptions that match no saved tensor of the first forward: "
+                "exceptions that match no saved tensor of the first forward: "
                 f"{'; '.join(idle)}; memtrain.plan_of(model) lists those that there are",
                 RuntimeWarning,
                 stacklevel=4,

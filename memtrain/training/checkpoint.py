@@ -103,36 +103,12 @@ def read_checkpoint(where: str | Path) -> dict[str, Any]:
         raise ValueError(f"{str(path)!r} is not a readable checkpoint: {error}") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise ValueError(f"{str(path)!r} is not a memtrain-train checkpoint of format {FORMAT}")
+    lacking = {"config", "summaries", "finished_rows", "current"} - content.keys()
+    if lacking or not isinstance(content["current"], dict) or "model" not in content["current"]:
+        what = ", ".join(sorted(lacking)) or "current.model"
+        raise ValueError(f"{str(path)!r} is not a complete checkpoint: it lacks {what}")
     # A model may fill most of the memory: its weights are copied into the parameters one by one.
     weights = content["current"].pop("model")
     content = tree_map_only(Tensor, Tensor.clone, content)
     content["current"]["model"] = weights
     return content
-
-
-def probe(folder: Path, nbytes: int) -> None:
-    """Check, before hours are spent, that results can be written.
-
-    Args:
-        folder: An existing folder for results.
-        nbytes: Bytes that the results may need.
-
-    Raises:
-        OSError: If nothing can be written there, or the disk has less room.
-    """
-    trial = folder / ".probe"
-    try:
-        with trial.open("wb") as file:
-            file.write(bytes(4096))
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(f"cannot write into output folder {str(folder)!r}: {error}") from error
-    finally:
-        trial.unlink(missing_ok=True)
-    free = shutil.disk_usage(folder).free
-    if free < nbytes:
-        raise OSError(
-            f"output folder {str(folder)!r} has {free / 2**20:.0f} MiB free; "
-            f"checkpoints may need {nbytes / 2**20:.0f} MiB"
-        )

@@ -4,7 +4,7 @@ import time
 
 from rich.console import Console
 
-from memtrain.training.results import mib
+from memtrain.config.sizes import format_size
 from memtrain.training.run import Metrics
 
 _PERIOD = 10.0  # seconds between lines
@@ -41,7 +41,7 @@ class Display:
             self._speed = now if self._speed is None else 0.9 * self._speed + 0.1 * now
         if time.monotonic() - self._printed > _PERIOD or row.step in (2, steps):
             speed = f"{self._speed:,.0f}" if self._speed else "-"
-            alive = f"{mib(live)} live" if live else ""
+            alive = f"{format_size(live)} live" if live else ""
             text = f"loss {row.loss:.3f}  {speed} {self.unit}/s  {alive}"
             self.say(f"{row.run:<7} step {row.step}/{steps}  {text}")
 

@@ -105,23 +105,11 @@ def table(title: str, summaries: Mapping[str, Mapping[str, Any]]) -> Table:
         result.add_row(label, *cells, share, end_section=last)
 
     for label, key in _CATEGORIES:
-        add(label, key, mib, last=key in ("saved", "peak"))
+        add(label, key, format_size, last=key in ("saved", "peak"))
     add("step time (median)", "step_seconds", lambda value: f"{1000 * value:.1f} ms", last=True)
     add("train loss (last tenth)", "train_loss", lambda value: f"{value:.4f}")
     add("validation loss", "validation_loss", lambda value: f"{value:.4f}")
     return result
-
-
-def mib(nbytes: float) -> str:
-    """Format bytes in KiB or MiB.
-
-    Example:
-        >>> mib(3 * 2**20), mib(2**12)
-        ('3.00 MiB', '4.0 KiB')
-    """
-    if nbytes < 2**19:
-        return f"{nbytes / 2**10:.1f} KiB"
-    return f"{nbytes / 2**20:,.2f} MiB"
 
 
 def losses_line(name: str, summary: Mapping[str, Any]) -> str:
@@ -140,22 +128,20 @@ def losses_line(name: str, summary: Mapping[str, Any]) -> str:
     return f"{name}: " + ", ".join([f"{summary['steps']} steps", *found])
 
 
-def promise_line(nbytes: int, peak: int, resident: int | None = None) -> str:
+def promise_line(nbytes: int, peak: int) -> str:
     """Return the predicted peak beside the measured one.
 
     Args:
         nbytes: Bytes, predicted.
         peak: Bytes, the highest of the metered steps; 0 if there was none.
-        resident: Bytes of the process in memory at its peak, if the system reports them.
 
     Example:
         >>> promise_line(2**21, 2**20)
         'promised peak 2.00 MiB, measured 1.00 MiB (0.500 of it)'
     """
     measured = f"{format_size(peak)} ({peak / nbytes:.3f} of it)" if peak else "no step was metered"
-    process = f"; the process held {format_size(resident)} in memory" if resident else ""
     separator = " " if peak else ": "
-    return f"promised peak {format_size(nbytes)}, measured{separator}{measured}{process}"
+    return f"promised peak {format_size(nbytes)}, measured{separator}{measured}"
 
 
 def _flat(summary: Mapping[str, Any]) -> dict[str, Any]:

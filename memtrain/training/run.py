@@ -102,19 +102,14 @@ class Run:
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self.step = 0
-        self.best: tuple[float, int] | None = None
-        """The least validation loss after a step, and that step."""
-        self.waited = 0
-        """Validations since then."""
         self.bytes = dict.fromkeys(BYTES, 0)
         """The highest count of each of `BYTES`."""
         self.rows: list[Metrics] = []
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, or the validation loss has stopped falling."""
-        patience = self.config.training.patience
-        return self.step >= self.config.training.steps or 0 < patience <= self.waited
+        """Whether all steps are done."""
+        return self.step >= self.config.training.steps
 
     @property
     def kept(self) -> int:
@@ -163,10 +158,6 @@ class Run:
                 tokens += count_tokens(batch)
         row = Metrics(self.name, self.step, "validation", total / targets, None, None, tokens)
         self.rows.append(row)
-        if self.step:
-            better = self.best is None or row.loss < self.best[0]
-            self.best = (row.loss, self.step) if better else self.best
-            self.waited = 0 if better else self.waited + 1
         return row
 
     @property
@@ -186,8 +177,6 @@ class Run:
             "model": {key: x for key, x in weights.items() if key not in frozen},
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,  # also the position in the data and in the schedule
-            "best": self.best,
-            "waited": self.waited,
             "memtrain": api.state_dict(self.model) if self.name == "wrapped" else {},
             "rng": random_state(),
             "bytes": dict(self.bytes),
@@ -198,14 +187,20 @@ class Run:
         """Continue from the result of `state`.
 
         Raises:
-            ValueError: If the weights are those of another model.
+            ValueError: If the state is damaged, or of another model.
         """
+        try:
+            self._load(state)
+        except (KeyError, TypeError, RuntimeError, AttributeError) as error:
+            first = str(error).strip().partition("\n")[0] or type(error).__name__
+            raise ValueError(f"the checkpoint does not fit the run: {first}") from error
+
+    def _load(self, state: dict[str, Any]) -> None:
         missing, unexpected = self.model.load_state_dict(state["model"], strict=False)
         wrong = sorted({*missing} - self._frozen()) + unexpected
         if wrong:
             raise ValueError(f"the checkpoint does not fit the model: {wrong[0]!r} differs")
         self.optimizer.load_state_dict(state["optimizer"])
-        self.best, self.waited = state["best"] and tuple(state["best"]), state["waited"]
         if self.name == "wrapped":
             api.load_state_dict(self.model, state["memtrain"])
         self.step = state["step"]

@@ -14,15 +14,8 @@ import torch
 from omegaconf import OmegaConf
 from rich.console import Console
 
-from memtrain import api
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.process_memory import (
-    hand_back_freed_pages,
-    large_blocks_mapped,
-    memory_is_short,
-    resident_nbytes,
-    restart_resident_peak,
-)
+from memtrain.audit.process_memory import hand_back_freed_pages, large_blocks_mapped
 from memtrain.config.sizes import format_size
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
@@ -35,6 +28,8 @@ from memtrain.training.settings import TrainConfig
 from memtrain.training.text_rows import TextRows
 
 Write = Callable[[Metrics], None]
+_LARGE = 2**30
+"""Bytes of weights from which on large blocks are unmapped when they are freed."""
 
 
 class Session:
@@ -50,7 +45,7 @@ class Session:
 
     Raises:
         ValueError: For an error in the config.
-        OSError: If the output folder cannot be written, or the disk has too little room.
+        OSError: If the output folder cannot be made.
 
     Example:
         >>> import tempfile
@@ -79,24 +74,15 @@ class Session:
         self.fit: Fit | None = None
         self._lines: list[str] = []
         self._forecasts: dict[str, int] = {}  # run -> bytes at its predicted peak
-        self._resident: dict[str, int | None] = {}  # run -> bytes of the process at its peak
         self._made: tuple[Run, dict[str, Any]] | None = None  # a single run is built once
-        nbytes = max(map(self._check, config.training.runs))
+        for name in config.training.runs:
+            self._check(name)
         self.folder = new_folder(Path(config.output.folder) / str(config.experiment))
-        try:
-            checkpoint.probe(self.folder, nbytes + 2**20)
-        except OSError:
-            self.folder.rmdir()
-            raise
         OmegaConf.save(OmegaConf.create(asdict(config)), self.folder / "config.yaml")
         self._stop = False
 
-    def _check(self, name: str) -> int:
-        """Build a run, so that a wrong plan shows now and not after the baseline's run.
-
-        Returns:
-            Bytes that the run may write to disk.
-        """
+    def _check(self, name: str) -> None:
+        """Build a run, so that a wrong plan shows now and not after the baseline's run."""
         run = self._run(name)
         self.fit = run.fit or self.fit
         if run.forecast is not None:
@@ -105,7 +91,6 @@ class Session:
         self._lines += [f"{name}: {line}" for line in describe_peak(run)]
         if len(self.config.training.runs) == 1:
             self._made = run, random_state()
-        return disk_bytes(run)
 
     @property
     def checkpoint(self) -> Path:
@@ -151,10 +136,9 @@ class Session:
         hand_back_freed_pages()  # of the run before, and of converted weights
         if state:
             run.load_state(state)
-        watched = run.device.type == "cpu" and not run.finished and restart_resident_peak()
-
         display.begin()
-        with large_blocks_mapped() if memory_is_short() else nullcontext():
+        large = storage_nbytes(run.model.parameters()) > _LARGE
+        with large_blocks_mapped() if large else nullcontext():
             if not state:
                 self._validate(run, write, display)
             while not run.finished and not self._stop:
@@ -174,7 +158,6 @@ class Session:
                 f"interrupted; continue with: memtrain-train resume={self.folder}"
             )
         self.summaries[name] = run.summary()
-        self._resident[name] = resident_nbytes(peak=True) if watched else None
         self.rows += run.rows
         self._save_model(run, f"{name}_model")
 
@@ -193,8 +176,6 @@ class Session:
         row = run.validate()
         write(row)
         display.validation(row)
-        if run.best is not None and run.best[1] == run.step:
-            self._save_model(run, f"{run.name}_best")
 
     def _save_model(self, run: Run, name: str) -> None:
         tokenizer = self.source.tokenizer if isinstance(self.source, TextRows) else None
@@ -221,14 +202,11 @@ class Session:
         for name, summary in self.summaries.items():
             if name in self._forecasts:
                 budget = f"budget {format_size(fit.budget)}" if fit and name == "wrapped" else name
-                promise = results.promise_line(
-                    self._forecasts[name], summary["bytes"]["peak"], self._resident.get(name)
-                )
+                promise = results.promise_line(self._forecasts[name], summary["bytes"]["peak"])
                 self.console.print(f"{budget}: {promise}", highlight=False, soft_wrap=True)
         facts = {
             "experiment": str(self.config.experiment),
             "resumed": self.state is not None,
-            "resident": self._resident,
             "torch": torch.__version__,
         }
         results.write_summary(self.folder / "summary.json", self.summaries, **facts)
@@ -255,17 +233,6 @@ class Session:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
-
-
-def disk_bytes(run: Run) -> int:
-    """Return bytes that a run may write: two checkpoints (one replaces the other), and models."""
-    weights = storage_nbytes(run.model.parameters())
-    stored = 3 * weights  # with two moments
-    if run.name == "wrapped":
-        plan = api.plan_of(run.model)
-        stored = sum(entry.planned for kind in ("weight", "state") for entry in plan.entries(kind))
-    best = run.validations > 0
-    return 2 * stored + len(run.config.training.runs) * (1 + best) * weights
 
 
 def new_folder(parent: Path) -> Path:

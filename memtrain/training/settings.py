@@ -88,8 +88,6 @@ class TrainingConfig:
     """Period of validations; the last step is always followed by one."""
     eval_batches: int = 10
     """Batches per validation."""
-    patience: int = 0
-    """Stop after this many validations without a better loss; 0 never stops early."""
     meter_every: int = 25
     """Period of steps whose bytes are counted; their time is left out of the step time."""
     checkpoint_every: int = 100
@@ -105,7 +103,7 @@ class TrainingConfig:
         one_of("training.device", self.device, DEVICES)
         for name in ("steps", "batch", "accumulate", "eval_batches"):
             in_range(f"training.{name}", getattr(self, name), at_least=1)
-        periods = ("warmup", "clip", "eval_every", "meter_every", "checkpoint_every", "patience")
+        periods = ("warmup", "clip", "eval_every", "meter_every", "checkpoint_every")
         for name in periods:
             in_range(f"training.{name}", getattr(self, name), at_least=0)
         if self.batch % self.accumulate:

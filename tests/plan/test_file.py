@@ -70,7 +70,7 @@ def test_a_round_trip_decides_the_same(preset, tmp_path):
     plan.save(path)
     again = planned(str(path))
     assert decisions(again) == decisions(plan)
-    assert plan.diff(again) == []
+    assert again.to_yaml() == plan.to_yaml()
 
 
 def test_a_wrapped_model_trains_to_the_same_bits(tmp_path):
@@ -110,8 +110,6 @@ def test_a_plan_is_edited_by_hand():
     config = file.loads(edited)
     rows = {entry.site: entry.planned for entry in planned(config).entries()}
     assert rows["1 / gelu / input"] == 32 * 256 + 32 * 4  # a byte an element, two bf16 a group
-    found = file.diff(text, edited)
-    assert found == ["1 / gelu / input: {name: derivative, bits: 3} -> {name: group, bits: 8}"]
 
 
 def test_the_file_reads_like_this():

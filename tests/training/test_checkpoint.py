@@ -1,6 +1,4 @@
 import resource
-import shutil
-from collections import namedtuple
 
 import pytest
 import torch
@@ -8,6 +6,9 @@ import torch
 from memtrain.training import checkpoint
 
 CONTENT = {
+    "config": {},
+    "summaries": {},
+    "finished_rows": [],
     "a": torch.arange(5),
     "rows": [["plain", 1, None]],
     "current": {"model": {"w": torch.ones(2)}, "b": 1.5},
@@ -32,7 +33,7 @@ def test_full_disk_keeps_the_older_checkpoint(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # a real failing write
     try:
         with pytest.raises(OSError, match=r"cannot write checkpoint .*checkpoint\.pt"):
-            checkpoint.write_checkpoint(path, {"a": torch.zeros(1_000_000)})
+            checkpoint.write_checkpoint(path, {**CONTENT, "a": torch.zeros(1_000_000)})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert torch.equal(checkpoint.read_checkpoint(path)["a"], CONTENT["a"])
@@ -61,27 +62,14 @@ def test_missing_damaged_and_unsupported_files(tmp_path):
     torch.save({"weight": torch.zeros(2)}, path)
     with pytest.raises(ValueError, match="is not a memtrain-train checkpoint of format 2"):
         checkpoint.read_checkpoint(path)
+    for key, lacking in (("config", "config"), ("current", "current")):
+        content = {name: value for name, value in CONTENT.items() if name != key}
+        checkpoint.write_checkpoint(path, content)
+        with pytest.raises(ValueError, match=f"not a complete checkpoint: it lacks {lacking}"):
+            checkpoint.read_checkpoint(path)
+    checkpoint.write_checkpoint(path, {**CONTENT, "current": {}})
+    with pytest.raises(ValueError, match=r"it lacks current\.model"):
+        checkpoint.read_checkpoint(path)
     torch.save([1, 2], path)
     with pytest.raises(ValueError, match="is not a memtrain-train checkpoint"):
         checkpoint.read_checkpoint(path)
-
-
-def test_probe_leaves_nothing_and_sees_a_small_disk(tmp_path, monkeypatch):
-    checkpoint.probe(tmp_path, 1)
-    assert list(tmp_path.iterdir()) == []
-    usage = namedtuple("usage", "total used free")(10**9, 10**9 - 10**6, 10**6)
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage)
-    checkpoint.probe(tmp_path, 10**6)
-    with pytest.raises(OSError, match=r"has 1 MiB free; checkpoints may need 95 MiB"):
-        checkpoint.probe(tmp_path, 10**8)
-
-
-def test_probe_sees_a_failing_write(tmp_path):
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
-    try:
-        with pytest.raises(OSError, match="cannot write into output folder"):
-            checkpoint.probe(tmp_path, 1)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert list(tmp_path.iterdir()) == []

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 import shutil
 
 import pytest
@@ -21,7 +22,7 @@ from transformers import (
 from memtrain.training import checkpoint, forecast
 from memtrain.training.pretrained import Pretrained
 from memtrain.training.run import Run
-from memtrain.training.session import Session, disk_bytes
+from memtrain.training.session import Session
 from memtrain.training.settings import compose, from_mapping
 
 LINES = "".join(f"line {n}: the quick brown fox counts {n * n}\n" for n in range(400))
@@ -117,7 +118,6 @@ def test_a_folder_trains_and_what_is_left_loads(made, folders):
     names = {item.name for item in session.folder.iterdir()}
     assert names == {
         "config.yaml", "metrics.csv", "summary.json", "checkpoint.pt", "wrapped_model",
-        "wrapped_best",
     }  # fmt: skip
 
 
@@ -162,13 +162,6 @@ def test_microbatches_are_the_batch_up_to_rounding(made, tmp_path):
     parts.train()
     for (_, a), (_, b) in zip(losses(whole), losses(parts), strict=True):
         assert b == pytest.approx(a, rel=1e-5)  # a mean over a few hundred targets, in float32
-
-
-def test_a_loss_that_stops_falling_stops_the_run(made):
-    still = ["optimizer.lr=1e-12", "training.eval_every=1", "training.patience=2"]
-    session = made(*still, "training.runs=[plain]")
-    assert session.train()["plain"]["steps"] == 3  # no better than step 1, twice
-    assert (session.folder / "plain_best" / "model.safetensors").is_file()
 
 
 def records(path, *lines):
@@ -223,8 +216,6 @@ def test_a_row_that_comes_late_is_in_the_promise(made, tmp_path, monkeypatch):
     assert "what would help: budget=128.00KiB plans for it" in text
     run, peaks = session._run("wrapped"), []
     assert session.source.length == 49  # 48 words, and an end
-    weights = sum(p.nbytes for p in run.model.parameters())
-    assert 7 * weights <= disk_bytes(run) < 7.1 * weights  # with moments, twice, and the last model
     for _ in lines:
         run.bytes = dict.fromkeys(run.bytes, 0)
         run.train_step()
@@ -384,7 +375,6 @@ def test_a_scaled_down_llama7b_takes_the_predicted_bytes_and_resumes(tmp_path, m
     wide = [34 * -(-x.numel() // 128) + 8 * sum(x) for x in shapes if len(x) > 1]
     narrow = [8 * x[0] for x in shapes if len(x) == 1]
     assert held["states"] == sum(wide) + sum(narrow) + 4 * len(shapes)
-    assert (session._resident["wrapped"] or 2**40) > held["peak"]
     step, stopped = Run.train_step, llama7b(tmp_path, *overrides)
 
     def stop(self):
@@ -411,6 +401,6 @@ def test_seven_billion_parameters_train_in_16_gib(tmp_path):
     summary = session.train()["wrapped"]
     peak = summary["bytes"]["peak"]
     assert abs(session._forecasts["wrapped"] - peak) < 0.03 * peak
-    assert session._resident["wrapped"] <= 16 * 2**30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss <= 16 * 2**20  # KiB
     rows = losses(session)
     assert rows[-1][1] < rows[0][1]

@@ -40,7 +40,7 @@ def test_table_fits_80_columns_with_large_numbers():
     assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
     line = {text[:20].strip(): text.split() for text in shown.splitlines()}
-    assert line["optimizer states"][2:] == ["7,629.39", "MiB", "953.67", "MiB", "0.125"]
+    assert line["optimizer states"][2:] == ["7.45", "GiB", "953.67", "MiB", "0.125"]
     assert line["saved activations"][-1] == "0.100"
     assert line["step time (median)"][-1] == "2.000"
     assert line["validation loss"][-3:] == ["2.0000", "2.5000", "1.250"]
