@@ -49,7 +49,6 @@ _STEP, _SUMS = "step.step_triton", "step.reduce_triton"
 _GROUP, _CODEBOOK = "group.group_triton", "codebook.quantize_triton"
 _MATRIX = {"MATRIX": True, "LONG": True}
 _TILES = 16  # of a program of the first pass
-_ROWS = 16  # of a program of a norm's gradients
 CASES = {
     "AdamW": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 32}),
     "AdamW, 4-bit blocks": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 0}),
@@ -79,12 +78,6 @@ CASES = {
     "block, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, "MATRIX": False}),
     "rows and columns, 4 bits, bf16": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, **_MATRIX}),
     "rows and columns, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, **_MATRIX}),
-    "layer norm's gradients, bf16": Case(
-        "norm.norm_triton", "_backward_kernel", {"CENTRED": True, "dy_ptr": "*bf16"}, _ROWS
-    ),
-    "RMS norm's gradients, bf16": Case(
-        "norm.norm_triton", "_backward_kernel", {"CENTRED": False, "WEIGHT": True}, _ROWS
-    ),
 }
 """The kernels of a step and of a saved activation, by the names of their rows."""
 
@@ -95,9 +88,8 @@ def elements(kernel: str, constants: Mapping[str, Any]) -> int:
         return constants["COUNT"] * 2 * constants["HALF"]
     if kernel == "_reduce_kernel":
         return 256 * 128
-    rows = _ROWS if kernel == "_backward_kernel" else 1
-    if "ROWS" in constants and constants.get("STOCHASTIC"):
-        rows = 2  # both groups of a pair
+    # Both groups of a pair.
+    rows = 2 if "ROWS" in constants and constants.get("STOCHASTIC") else 1
     return rows * constants["GROUPS"] * constants["WIDTH"] * 8
 
 

@@ -81,16 +81,6 @@ def norm_forward(dtype, size, bits, group_size=256, *, wide=False, **constants):
     return norm._norm_kernel, signature, constants | norm._options(size, group_size)
 
 
-def norm_backward(dy, dx, size, bits, *, wide=False, **constants):
-    signature = {
-        "dy_ptr": dy, "codes_ptr": "*u8", "bounds_ptr": bounds(wide), "rstd_ptr": "*fp32",
-        "weight_ptr": "*fp32", "dx_ptr": dx, "sums_ptr": "*fp32", "rows": "i32",
-        "rows_each": "i32", "size": "i32",
-    }  # fmt: skip
-    constants |= {"BITS": bits, "enable_fp_fusion": True}
-    return norm._backward_kernel, signature, constants | norm._backward_options(size, 256)
-
-
 def patches(dtype, kind, inner_one, whole, stochastic=None):
     back = stochastic is None
     pointers = {"words_ptr": "*i64"} | ({"out_ptr": dtype} if back else {"x_ptr": dtype})
@@ -201,12 +191,6 @@ CASES = {
         norm_forward("*bf16", 8192, 4, CENTRED=True, NARROW=False),
         norm_forward("*fp16", 4096, 4, wide=True, CENTRED=False, NARROW=True),
         norm_forward("*bf16", 16384, 3, 16384, CENTRED=True, NARROW=False),
-        norm_backward("*fp32", "*fp32", 768, 4, CENTRED=True, WEIGHT=True),
-        norm_backward("*bf16", "*bf16", 4096, 4, CENTRED=False, WEIGHT=True),
-        norm_backward("*bf16", "*bf16", 8192, 4, CENTRED=True, WEIGHT=True),
-        norm_backward("*fp16", "*fp16", 8192, 8, CENTRED=True, WEIGHT=True),
-        norm_backward("*fp32", "*bf16", 8192, 3, wide=True, CENTRED=True, WEIGHT=False),
-        norm_backward("*bf16", "*bf16", 512, 2, CENTRED=False, WEIGHT=False),
     ],
     "packing.pack_triton": [
         *(

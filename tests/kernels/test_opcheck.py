@@ -106,14 +106,6 @@ CASES = {
         for x in (torch.randn(3, 64), torch.randn(2, 2, 64).bfloat16(), torch.randn(0, 64))
         for weight, centred in ((torch.ones(64), True), (None, False))
     ],
-    "norm_backward": lambda: [
-        (torch.randn(3, 64).to(dtype), *payload, torch.rand(3), weight, 4, 32, centred, to)
-        for payload in [group.group_quantize(torch.randn(3, 64), 4, 32)]
-        for dtype, weight, centred, to in (
-            (torch.float32, torch.ones(64), True, torch.float32),
-            (torch.bfloat16, None, False, torch.float16),
-        )
-    ],
     "patch_quantize": lambda: [(x, 7, stochastic) for x in maps() for stochastic in (False, True)],
     "patch_dequantize": lambda: [(patch.patch_quantize(x), *x.shape[1:3], x.dtype) for x in maps()],
     "codebook_quantize_blocks": lambda: [

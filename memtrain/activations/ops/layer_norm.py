@@ -18,14 +18,12 @@ from memtrain.activations.ops.batch_norm import standard
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
 from memtrain.activations.saved.function_payloads import (
-    Payload,
     decompress,
     save_compressed,
     save_payloads,
     saved_payloads,
 )
 from memtrain.compressors import Compressor, Key, Packed
-from memtrain.kernels import dispatch
 from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.norm import Codes
@@ -170,17 +168,11 @@ _NORM_BACKWARD = torch.ops.aten.native_layer_norm_backward.default
 
 
 def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    saved = saved_payloads(ctx)  # once: what ran again for this backward gives it once
-    on_cuda = is_for_cuda(grad)
-    if on_cuda or dispatch.forced:  # elsewhere no kernel serves, and each call costs
-        found = _fused_backward(ctx, grad, saved, centred=True)
-        if found is not None:
-            return found
-    (payload,), (rstd, weight, bias) = saved
+    (payload,), (rstd, weight, bias) = saved_payloads(ctx)
     x_hat = decompress(payload, ctx.compressor)
     like = weight if weight is not None else bias
     # CPU kernels want the statistics in the tensors' dtype where all have one.
-    mixed = on_cuda or (like is not None and like.dtype != x_hat.dtype)
+    mixed = is_for_cuda(grad) or (like is not None and like.dtype != x_hat.dtype)
     statistics = standard(rstd, torch.float32 if mixed else x_hat.dtype)
     dx, dw, db = _NORM_BACKWARD(
         grad, x_hat, ctx.normalized, *statistics, weight, bias, ctx.needs_input_grad[:3]
@@ -238,12 +230,7 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    saved = saved_payloads(ctx)
-    if is_for_cuda(grad) or dispatch.forced:
-        found = _fused_backward(ctx, grad, saved, centred=False)
-        if found is not None:
-            return found[:2]
-    (payload,), (rstd, weight) = saved
+    (payload,), (rstd, weight) = saved_payloads(ctx)
     x_hat = decompress(payload, ctx.compressor)
     dtype, grad, x_hat = x_hat.dtype, _wide(grad), _wide(x_hat)
     dx = dw = None
@@ -332,41 +319,6 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     others = (rstd, weight, bias) if centred else (rstd, weight)
     save_payloads(ctx, [(packed, layout_of(x))], compressor, *others)
     return y
-
-
-def _fused_backward(
-    ctx: Any, dy: Tensor, saved: tuple[list[Payload], list[Any]], *, centred: bool
-) -> tuple[Tensor | None, ...] | None:
-    """The gradients of input, weight and bias in one pass; None where no kernel serves."""
-    ((packed, layout),), (rstd, weight, *bias) = saved
-    codes = ctx.compressor.group_codes(Key())
-    size = dy.numel() // max(1, rstd.numel())
-    if codes is None or not norm.fits_backward(dy, size, codes.group_size):
-        return None
-    if layout is None or layout.order != (*range(dy.dim()),) or any(layout.expanded):
-        return None  # rows do not lie one after the other
-    if packed.dtype == torch.float64:
-        return None
-    by = weight
-    if weight is not None and not centred and ctx.plus:
-        by = ctx.plus + weight.float()
-    dx, *sums = norm.norm_backward(
-        dy,
-        packed.tensors["codes"],
-        packed.tensors["bounds"],
-        rstd.float(),
-        by,
-        codes.bits,
-        codes.group_size,
-        centred=centred,
-        dtype=packed.dtype,
-    )
-    wanted = zip(ctx.needs_input_grad[1:3], (weight, *bias), sums, strict=False)
-    others = [
-        found.view(parameter.shape).to(parameter.dtype) if asked and parameter is not None else None
-        for asked, parameter, found in wanted
-    ]
-    return dx if ctx.needs_input_grad[0] else None, *others
 
 
 def _usual(x: Tensor, shape: Sequence[int], parameter: Tensor | None) -> bool:

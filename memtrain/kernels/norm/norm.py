@@ -1,8 +1,7 @@
 """Layer and RMS norm and the quantised normalised input in one pass: contract, reference, dispatch.
 
 The composition (torch's norm, the norm again without weights, `group_quantize`) reads x twice and
-writes and reads a tensor of its size besides. Their gradients come of the codes in one pass too,
-where the composition writes and reads the normalised input and reads and writes dx once more.
+writes and reads a tensor of its size besides.
 """
 
 from collections.abc import Sequence
@@ -22,13 +21,7 @@ LANES = 32
 MAX_ROW = 16384
 """The longest row: it stays in a core's cache, and in a GPU's, from its first reading on."""
 
-MAX_BACKWARD_ROW = 8192
-"""The longest row, filled up to a power of two of groups, that a backward's program holds."""
-
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_PROGRAMS = 512
-"""Of a backward, at most; each has at least `_ROWS_EACH` rows."""
-_ROWS_EACH = 16
 
 
 class Codes(NamedTuple):
@@ -64,29 +57,6 @@ def fits(x: Tensor, size: int, group_size: int) -> bool:
     if not whole or x.numel() == 0 or not x.is_contiguous():
         return False
     return x.dtype in _KNOWN.get(backend_of(x), ())
-
-
-def fits_backward(dy: Tensor, size: int, group_size: int) -> bool:
-    """Whether `norm_backward` serves a call better than the composition.
-
-    Args:
-        dy: The gradient that arrives.
-        size: Elements of a row.
-        group_size: Of the codes.
-
-    Returns:
-        True where Triton serves, and rows are whole groups of whole eights, up to
-        `MAX_BACKWARD_ROW` elements.
-
-    Example:
-        >>> fits_backward(torch.ones(4, 512).to("meta"), 512, 256)
-        False
-    """
-    whole = size > 0 and size % group_size == 0 and group_size % 8 == 0
-    if not whole or dy.numel() == 0 or dy.dtype not in _DTYPES or backend_of(dy) != "triton":
-        return False
-    width, groups = ((n - 1).bit_length() for n in (group_size // 8, size // group_size))
-    return 8 << (width + groups) <= MAX_BACKWARD_ROW
 
 
 def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
@@ -241,149 +211,8 @@ def _norm(
     return y if out is y else y.copy_(out), rstd, packed, bounds
 
 
-def rows_each(rows: int) -> int:
-    """Rows that a program of Triton's backward takes, one after the other.
-
-    Args:
-        rows: Of the norm's input.
-
-    Example:
-        >>> rows_each(100), rows_each(100_000)
-        (16, 196)
-    """
-    return max(_ROWS_EACH, -(-rows // _PROGRAMS))
-
-
 def _flat(parameter: Tensor) -> Tensor:
     return parameter.detach().reshape(-1).float()
-
-
-def norm_backward(  # noqa: PLR0913 (a norm's, and a payload's)
-    dy: Tensor,
-    codes: Tensor,
-    bounds: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bits: int,
-    group_size: int,
-    *,
-    centred: bool = True,
-    dtype: torch.dtype = torch.float32,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """A norm's gradients from the codes of its normalised input, which is never there as a tensor.
-
-    With g = dy * weight and means over a row, in float32:
-    `dx = rstd * (g - mean(g) - x_hat * mean(g * x_hat))` (without mean(g) unless `centred`),
-    `dweight = sum(dy * x_hat)` and `dbias = sum(dy)` over the rows. Sums are added in an order that
-    depends on sizes alone. A NaN or an Inf spoils its own row of dx, and columns of the sums.
-
-    Args:
-        dy: float32, bfloat16 or float16, rows that are whole groups.
-        codes: Of `norm_quantize`, or of `group_quantize` of the rows of x_hat.
-        bounds: Likewise.
-        rstd: float32, one a row.
-        weight: [size], or None for ones.
-        bits: Of the codes.
-        group_size: Of the codes.
-        centred: Layer norm; else RMS norm.
-        dtype: Of dx: float32, bfloat16 or float16.
-
-    Returns:
-        dx: Shape of `dy`.
-        dweight: float32, [size].
-        dbias: float32, [size]; no elements unless `centred`.
-
-    Raises:
-        TypeError: If a dtype is another one.
-        ValueError: If a size does not fit.
-
-    Memory:
-        dx, and up to half a byte an element for sums.
-
-    Example:
-        >>> x_hat = torch.tensor([[1.0, -1, 1, -1, 1, -1, 1, -1]])
-        >>> payload = group.group_quantize(x_hat, 1, 8)
-        >>> dy = torch.tensor([[4.0, 0, 0, 0, 0, 0, 0, 0]])
-        >>> dx, dw, db = norm_backward(dy, *payload, torch.ones(1), None, 1, 8)
-        >>> dx.tolist(), dw.tolist()
-        ([[3.0, 0.0, -1.0, 0.0, -1.0, 0.0, -1.0, 0.0]], [4.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0])
-    """
-    run = _backward if is_plain(dy) else _backward_op
-    return run(dy, codes, bounds, rstd, weight, bits, group_size, centred, dtype)
-
-
-def backward_reference(  # noqa: PLR0913 (a norm's, and a payload's)
-    dy: Tensor,
-    codes: Tensor,
-    bounds: Tensor,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bits: int,
-    group_size: int,
-    centred: bool,
-    dtype: torch.dtype,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`norm_backward` in plain torch: the definition."""
-    each = rstd.reshape(-1, 1)
-    flat = group.dequantize_reference(codes, bounds, bits, group_size, dy.numel(), torch.float32)
-    rows, x_hat = (t.reshape(len(each), -1) for t in (dy.float(), flat))
-    g = rows if weight is None else rows * weight.reshape(-1).float()
-    shift = g.mean(1, keepdim=True) if centred else 0.0
-    dx = (g - shift - x_hat * (g * x_hat).mean(1, keepdim=True)) * each
-    dbias = rows.sum(0) if centred else rstd.new_empty(0)
-    return dx.to(dtype).view(dy.shape), (rows * x_hat).sum(0), dbias
-
-
-def _empty_gradients(
-    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    bits, group_size, centred, dtype = options
-    size = dy.numel() // max(1, rstd.numel())
-    group._check(bits, group_size, dtype)
-    group._check_payload(codes, bounds, bits, group_size, dy.numel())
-    for name, found in (("dy", dy.dtype), ("dx", dtype)):
-        if found not in _DTYPES:
-            raise TypeError(f"{name} of dtype {found}; allowed: float32, bfloat16, float16")
-    if rstd.dtype != torch.float32:
-        raise TypeError(f"rstd of dtype {rstd.dtype}; allowed: float32")
-    if size % group_size or dy.numel() != size * rstd.numel():
-        raise ValueError(
-            f"dy of shape {tuple(dy.shape)} with {rstd.numel()} numbers rstd; allowed: that many "
-            f"rows, each a multiple of group_size={group_size}"
-        )
-    if weight is not None and weight.numel() != size:
-        raise ValueError(f"weight of {weight.numel()} elements; allowed: {size}")
-    dx = torch.empty_like(dy, dtype=dtype, memory_format=torch.contiguous_format)
-    return dx, rstd.new_empty(size), rstd.new_empty(size if centred else 0)
-
-
-def _backward(
-    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
-    given = dy, codes, bounds, rstd, weight
-    dx, dweight, dbias = _empty_gradients(*given, *options)
-    if dy.numel() == 0:
-        return dx, dweight.zero_(), dbias.zero_()
-    if choose(dy) != "triton" or not fits_backward(dy, dweight.numel(), options[1]):
-        return backward_reference(*given, *options)
-    from memtrain.kernels.norm import norm_triton
-
-    weight = None if weight is None else _flat(weight)
-    dy, codes, bounds, rstd = (t.contiguous() for t in (dy, codes, bounds, rstd))
-    sums = norm_triton.backward(dy, codes, bounds, rstd, weight, dx, *options[:3])
-    return dx, *sums
-
-
-def _held_on_cuda(
-    dy: Tensor, codes: Tensor, bounds: Tensor, rstd: Tensor, weight: Tensor | None, *options: Any
-) -> int:
-    """Bytes: sums of each program and of all beside the results, and copies of what is given."""
-    size, centred = dy.numel() // max(1, rstd.numel()), options[2]
-    programs = -(-rstd.numel() // rows_each(rstd.numel()))
-    sums = (programs + 1) * (2 if centred else 1) * size * 4
-    cast = 0 if weight is None else copies(weight, torch.float32)
-    given = (dy, codes, bounds, rstd)
-    return sums + cast + sum(x.nbytes for x in given if not x.is_contiguous())
 
 
 def _parameters_on_cuda(
@@ -401,11 +230,4 @@ _norm_op = register(
     _empty,
     inside=lambda x, *options: 2 * copies(x, torch.float32, torch.bfloat16),  # of y too
     inside_cuda=_parameters_on_cuda,
-)
-_backward_op = register(
-    "norm_backward(Tensor dy, Tensor codes, Tensor bounds, Tensor rstd, Tensor? weight, int bits,"
-    " int group_size, bool centred, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    _backward,
-    _empty_gradients,
-    inside_cuda=_held_on_cuda,
 )

@@ -1,8 +1,7 @@
 """Triton kernels of `norm.py`.
 
-Forward a program takes a row, or a part of a long one: it reads the row twice for the sums and its
-part once more, from memory only the first time. Backward it holds a row in registers, and takes
-some rows one after the other: their sums over columns stay there too.
+A program takes a row, or a part of a long one: it reads the row twice for the sums and its part
+once more, from memory only the first time.
 """
 
 import torch
@@ -10,13 +9,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.device_guard import launch
-from memtrain.kernels.group.group_triton import (
-    encode,
-    half_step,
-    load_bounds,
-    load_codes,
-)
-from memtrain.kernels.norm.norm import rows_each
+from memtrain.kernels.group.group_triton import encode
 
 
 @triton.jit
@@ -84,141 +77,6 @@ def _norm_kernel(
         hats, codes_ptr, bounds_ptr, row * per_row + local, column, here, seed,
         BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC,
     )  # fmt: skip
-
-
-@triton.jit
-def _decoded(
-    codes_ptr,
-    bounds_ptr,
-    group,
-    column,
-    here,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
-    """x_hat of groups, slice by slice."""
-    PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
-    lo, hi = load_bounds(bounds_ptr, group, here)
-    step = 2.0 * half_step(lo, hi, float(2**BITS - 1))
-    source = codes_ptr + group * (WIDTH * BITS) + column
-    inside = here & (column < WIDTH)
-    of_lanes = ()
-    for h in tl.static_range(PER_LANE):
-        of_lanes = of_lanes + (load_codes(source, inside, h, BITS, WIDTH),)  # noqa: RUF005
-    hats = ()
-    for s in tl.static_range(8):
-        code = of_lanes[s % PER_LANE][s // PER_LANE]
-        hats = hats + (lo + code.to(tl.float32) * step,)  # noqa: RUF005
-    return hats
-
-
-@triton.jit
-def _backward_kernel(
-    dy_ptr,
-    codes_ptr,
-    bounds_ptr,
-    rstd_ptr,
-    weight_ptr,
-    dx_ptr,
-    sums_ptr,  # [programs, 2 if CENTRED else 1, size]
-    rows,
-    rows_each,
-    size,
-    CENTRED: tl.constexpr,
-    WEIGHT: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
-    program = tl.program_id(0).to(tl.int64)
-    first = program * rows_each
-    last = tl.minimum(first + rows_each, rows)
-    per_row = size // (WIDTH * 8)
-    column = tl.arange(0, WIDTH_PAD)[None, :]
-    local = tl.arange(0, GROUPS)[:, None]
-    here = local < per_row
-    inside = here & (column < WIDTH)
-    within = local * (WIDTH * 8) + column
-    dws = ()
-    dbs = ()
-    for _ in tl.static_range(8):
-        dws = dws + (tl.zeros((GROUPS, WIDTH_PAD), tl.float32),)  # noqa: RUF005
-        dbs = dbs + (tl.zeros((GROUPS, WIDTH_PAD), tl.float32),)  # noqa: RUF005
-    for row in range(first, last):
-        hats = _decoded(
-            codes_ptr, bounds_ptr, row * per_row + local, column, here, BITS, WIDTH
-        )  # fmt: skip
-        start = row * size
-        gs = ()
-        new_dws = ()
-        new_dbs = ()
-        shifts = tl.zeros((GROUPS, WIDTH_PAD), tl.float32)
-        slopes = tl.zeros((GROUPS, WIDTH_PAD), tl.float32)
-        for s in tl.static_range(8):
-            at = within + s * WIDTH
-            dy = tl.load(dy_ptr + start + at, mask=inside, other=0.0).to(tl.float32)
-            new_dws = new_dws + (dws[s] + dy * hats[s],)  # noqa: RUF005
-            new_dbs = new_dbs + (dbs[s] + dy,)  # noqa: RUF005
-            if WEIGHT:
-                dy *= tl.load(weight_ptr + at, mask=inside, other=0.0)
-            shifts += dy
-            slopes += dy * hats[s]
-            gs = gs + (dy,)  # noqa: RUF005
-        dws = new_dws
-        if CENTRED:
-            dbs = new_dbs
-        slope = tl.sum(tl.sum(slopes, axis=1), axis=0) / size
-        shift = 0.0
-        if CENTRED:
-            shift = tl.sum(tl.sum(shifts, axis=1), axis=0) / size
-        rstd = tl.load(rstd_ptr + row)
-        for s in tl.static_range(8):
-            dx = (gs[s] - shift - hats[s] * slope) * rstd
-            to = dx_ptr + start + within + s * WIDTH
-            tl.store(to, dx.to(dx_ptr.dtype.element_ty), mask=inside)
-    to = sums_ptr + program * (size * 2 if CENTRED else size) + within
-    for s in tl.static_range(8):
-        tl.store(to + s * WIDTH, dws[s], mask=inside)
-        if CENTRED:
-            tl.store(to + size + s * WIDTH, dbs[s], mask=inside)
-
-
-def backward(dy, codes, bounds, rstd, weight, dx, bits, group_size, centred):
-    """Writes dx; returns the gradients of weight and bias."""
-    rows, size = rstd.numel(), dy.numel() // rstd.numel()
-    each = rows_each(rows)
-    programs = triton.cdiv(rows, each)
-    sums = rstd.new_empty(programs, 2 if centred else 1, size)
-    launch(
-        _backward_kernel,
-        (programs,),
-        dy,
-        codes,
-        bounds,
-        rstd,
-        rstd if weight is None else weight,
-        dx,
-        sums,
-        rows,
-        each,
-        size,
-        CENTRED=centred,
-        WEIGHT=weight is not None,
-        BITS=bits,
-        enable_fp_fusion=True,
-        **_backward_options(size, group_size),
-    )
-    dweight, *dbias = sums.sum(0)
-    return dweight, dbias[0] if dbias else rstd.new_empty(0)
-
-
-def _backward_options(size, group_size):
-    """A row, sixteen elements to a thread."""
-    width = triton.next_power_of_2(group_size // 8)
-    groups = triton.next_power_of_2(size // group_size)
-    warps = max(1, width * groups // 64)
-    return {"WIDTH": group_size // 8, "WIDTH_PAD": width, "GROUPS": groups, "num_warps": warps}
 
 
 def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narrow, codes):

@@ -18,7 +18,6 @@ from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, DerivativeCode, Group, Identity, Key, Packed
-from memtrain.kernels.dispatch import backend
 from memtrain.kernels.norm import norm as norm_kernel
 
 
@@ -561,45 +560,3 @@ def test_a_norm_across_processes_keeps_its_input_in_groups(cls, monkeypatch):
     # over sums of a thousand: a gradient is off by less than one step of its inputs.
     error = (model[0].weight.grad - exact).norm() / exact.norm()
     assert 0 < error < 8 / 255
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", ["layer", "layer, no bias", "rms", "gemma", "plain rms"])
-def test_triton_makes_a_norms_gradients_in_one_pass(name, dtype, monkeypatch):
-    """As the composition does from the same codes; x_hat is no tensor, and dx is written once."""
-    pytest.importorskip("triton")
-    group = Group(bits=8, group_size=32, rounding="nearest", bounds="fp32")
-    x = (torch.randn(5, 64) + 1).to(dtype)
-    weight, bias = torch.randn(64).to(dtype), torch.randn(64).to(dtype)
-    grad = torch.randn(5, 64).to(dtype)
-
-    def gradients(wide):
-        kept = torch.float64 if wide else dtype
-        leaves = [t.clone().to(kept).requires_grad_() for t in (x, weight, bias)]
-        kw = {"compressor": Identity() if wide else group}
-        y = {
-            "layer": lambda x, w, b: layer_norm(x, (64,), w, b, **kw),
-            "layer, no bias": lambda x, w, b: layer_norm(x, (64,), w, None, **kw),
-            "rms": lambda x, w, b: rms_norm(x, (64,), w, 1e-6, **kw),
-            "gemma": lambda x, w, b: rms_norm(x, (64,), w, 1e-6, "gemma", **kw),
-            "plain rms": lambda x, w, b: rms_norm(x, (64,), None, 1e-6, **kw),
-        }[name](*leaves)
-        y.backward(grad.to(y.dtype))
-        return [None if leaf.grad is None else leaf.grad for leaf in leaves]
-
-    expected = gradients(wide=name != "gemma")  # whose arithmetic is float32 in any dtype
-    composed = gradients(wide=False)
-    with backend("triton"):
-        calls, run = [], norm_kernel.norm_backward
-        monkeypatch.setattr(
-            norm_kernel, "norm_backward", lambda *a, **k: calls.append(1) or run(*a, **k)
-        )
-        found = gradients(wide=False)
-    assert calls == [1]
-    for ours, theirs, truth in zip(found, composed, expected, strict=True):
-        assert (ours is None) == (theirs is None)
-        if ours is not None:
-            assert ours.dtype == theirs.dtype
-            error, allowed = ((t.double() - truth.double()).abs().max() for t in (ours, theirs))
-            slack = 2 * torch.finfo(dtype).eps * truth.abs().max()
-            assert error <= 1.5 * allowed + slack

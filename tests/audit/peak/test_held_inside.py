@@ -154,7 +154,6 @@ print(json.dumps(found))
 """
 
 NOT_COMPARED = {
-    "norm_backward": "on a CPU steps take the composition (`norm.fits_backward`)",
     "compress_saved": "in compiled graphs only, and predicted models run uncompiled",
     "decompress_saved": "as compress_saved",
     "decompress_saved_on_host": "as compress_saved",

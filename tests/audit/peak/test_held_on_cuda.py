@@ -76,10 +76,6 @@ for dtype in (torch.float32, *HALVES):
         case = f"{dtype}, {'no' if weight is None else weight.dtype} weight"
         given = zeros(dtype), 512, weight, None, 1e-5, True, False, *CODES
         own(case, "norm_quantize", norm, "_norm", *given)
-        given = zeros(dtype, (32, 512)), *payload, torch.ones(32), weight, 4, 256
-        for centred in (True, False):
-            more = *given, centred, dtype
-            own(f"{case}, {centred}", "norm_backward", norm, "_backward", *more)
 own("codes", "unpack_codes", pack, "_unpack", torch.zeros(N // 2, dtype=torch.uint8), 4, N)
 blocks, sides = quantize._quantize_blocks(zeros(), *BOOK, 128), torch.rand(2, 128).unbind()
 own("", "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *blocks, *BOOK, N)
