@@ -10,7 +10,6 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 
 CPU = Path("memtrain/kernels/cpu")
-CALLS = CPU / "calls.cpp"  # the one file that knows Python, of which it asks the stable ABI alone
 STAMPED = CPU / "isa.cpp"  # tells what the library was built of
 
 
@@ -45,7 +44,7 @@ class BuildPlainLibrary(build_ext):
             (made,) = self.compiler.object_filenames([source], output_dir=options["output_dir"])
             if Path(source) == STAMPED:  # always: a file that is gone changes the digest too
                 options["macros"] = [("MT_SOURCES", f'"{digest}"')]
-            elif is_newer(Path(made), [*included_by(Path(made)), source, __file__]):
+            elif is_newer(Path(made), [*included_by(Path(made)), source]):
                 return [made]
             return compile_always([source], **options)
 
@@ -85,18 +84,11 @@ setup(
     ext_modules=[
         Extension(
             "memtrain.kernels.cpu.libmemtrain",
-            sources=sorted(str(path) for path in CPU.rglob("*.cpp") if path != CALLS),
+            sources=sorted(map(str, CPU.rglob("*.cpp"))),
             include_dirs=[str(CPU)],
-            depends=sorted(map(str, [*CPU.rglob("*.h"), CALLS])),  # the digest is of it too
+            depends=sorted(map(str, CPU.rglob("*.h"))),
             extra_compile_args=OPTIONS,
             extra_link_args=["-pthread"],
-            language="c++",
-            optional=True,
-        ),
-        Extension(
-            "memtrain.kernels.cpu.calls",
-            sources=[str(CALLS)],
-            extra_compile_args=OPTIONS,
             language="c++",
             optional=True,
         ),

@@ -62,8 +62,7 @@ def collect_env() -> dict[str, str]:
     found["torch"] = str(torch.__version__)
     found["cpu capability"] = torch.backends.cpu.get_cpu_capability()
     found["cpu threads"] = str(torch.get_num_threads())
-    called = "yes" if cpu.calls is not None else "yes, called by ctypes"
-    found["C++ kernels"] = called if cpu.library() is not None else "no: the reference serves"
+    found["C++ kernels"] = "no: the reference serves" if cpu.library() is None else "yes"
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     version = torch.version.cuda or (torch.version.hip and f"ROCm {torch.version.hip}") or "-"
     found["cuda"] = f"{version}: {', '.join(devices) or 'no device'}"

@@ -12,7 +12,6 @@ import pytest
 
 import memtrain
 from benchmarks.host import Step
-from memtrain.kernels import cpu
 
 HOME = str(Path(memtrain.__file__).parent)
 
@@ -50,5 +49,4 @@ def of_a_layer():
 
 @pytest.mark.parametrize(("part", "most"), [("forward", 1100), ("backward", 165), ("step", 50)])
 def test_calls_of_a_layer_do_not_grow(of_a_layer, part, most):
-    keys = 7 if part == "forward" and cpu.calls is None else 0  # mixed in Python
-    assert of_a_layer[part] <= most + keys
+    assert of_a_layer[part] <= most

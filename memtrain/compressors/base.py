@@ -11,26 +11,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.compiler import is_compiling
 
-from memtrain.kernels.cpu import calls
-
 if TYPE_CHECKING:
     from memtrain.kernels.norm.norm import Codes
     from memtrain.kernels.step.shard import Shard
 
 _MASK = (1 << 64) - 1
-
-
-def _mixed_here(*fields: int) -> int:
-    state = 0
-    for field in fields:
-        state = (state + field + 0x9E3779B97F4A7C15) & _MASK
-        state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-        state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
-        state ^= state >> 31
-    return state - (1 << 64) if state >> 63 else state
-
-
-_mixed = _mixed_here if calls is None else calls.mixed
 
 
 class Key(NamedTuple):
@@ -54,9 +39,13 @@ class Key(NamedTuple):
             >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
             True
         """
-        return (_mixed_here if is_compiling() else _mixed)(
-            *self
-        )  # Dynamo cannot trace the C function
+        state = 0
+        for field in self:
+            state = (state + field + 0x9E3779B97F4A7C15) & _MASK
+            state = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+            state = ((state ^ (state >> 27)) * 0x94D049BB133111EB) & _MASK
+            state ^= state >> 31
+        return state - (1 << 64) if state >> 63 else state
 
 
 class Packed(NamedTuple):

@@ -47,7 +47,7 @@ def backend(name: str) -> Iterator[None]:
     Args:
         name: `"reference"` (pure torch, any device), `"triton"` (CUDA, or CPU tensors when
             `TRITON_INTERPRET=1` was set before triton's import) or `"cpu"` (the C++ library, and
-            the reference of an op that it lacks: patches, gradients of norms from codes).
+            the reference of an op that it lacks: patches).
 
     Raises:
         ValueError: If the name is unknown.

@@ -124,7 +124,7 @@ def test_twin_equals_the_reference_where_numbers_divide_by_their_reciprocal(name
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("bits", range(1, 9))
 def test_every_instruction_set_equals_the_reference(level, dtype, bits):
-    for size in (128, 256, 384, 8, 24, 32, 40, 64, 80, 96, 136):
+    for size in (128, 384, 8, 40, 136):
         x = (torch.randn(9 * size + 5) * 3).to(dtype)
         x[size + 3], x[3 * size], x[5 * size : 6 * size] = torch.nan, torch.inf, -0.0
         x[6 * size : 7 * size] *= 5e-40  # subnormal
@@ -143,40 +143,6 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
                     cpu.call("mt_limit_isa", 2)
             for reference, kernel in zip(*results, strict=True):
                 assert equal(reference, kernel)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4, 6, 8])
-def test_short_groups_side_by_side_equal_the_reference(dtype, bits):
-    # A register holds the slices of four groups of 32, of three of 40, of two of 64; blocks are of
-    # sixteen groups, of 512 back; the last one is of seven, and the last group is not whole.
-    for size in (8, 16, 32, 40, 48, 64):
-        x = (torch.randn(519 * size + 3) * 3).to(dtype)
-        x[2 * size + 1], x[17 * size], x[33 * size : 34 * size] = torch.nan, -torch.inf, 1.0
-        for stochastic in (True, False):
-            results = []
-            for name in ("reference", "cpu"):
-                with backend(name):
-                    packed = group.group_quantize(x, bits, size, SEED, stochastic)
-                    back = group.group_dequantize(*packed, bits, size, x.numel(), dtype)
-                results.append((*packed, back))
-            assert all(equal(a, b) for a, b in zip(*results, strict=True))
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("bits", [1, 2, 3, 4])
-def test_blocks_of_usual_groups_equal_the_reference(dtype, bits):
-    # Sixteen groups of 256 at a time, whose codes need no limits; the last block is of five. Near
-    # their bounds codes are what rounding makes them.
-    x = torch.randn(37, 256) * 10.0 ** torch.arange(-18.0, 19).view(-1, 1)
-    x[3], x[5, 1:], x[7] = x[3].abs(), x[5, 0], -x[7].abs()
-    x[:, 17], x[:, 200] = x.amax(1), x.amin(1)
-    x = x.to(dtype)
-    codes, bounds = group.quantize_reference(x, bits, 256, SEED, True, False)
-    with backend("cpu"):
-        twin = group.group_quantize(x, bits, 256, SEED, True, False)
-    assert torch.equal(twin[0], codes)
-    assert equal(twin[1], bounds)
 
 
 @pytest.mark.parametrize("name", TWINS)
@@ -387,14 +353,6 @@ def test_fake_tensors_have_the_real_shapes(wide):
         values = group.group_dequantize(*fake, 3, 256, x.numel(), torch.float16)
     assert [(t.shape, t.dtype) for t in fake] == [(t.shape, t.dtype) for t in real]
     assert (values.shape, values.dtype) == ((385,), torch.float16)
-
-
-def test_ops_are_registered_soundly():
-    x = torch.randn(300)
-    torch.library.opcheck(torch.ops.memtrain.group_quantize.default, (x, 4, 256, 1, True, False))
-    codes, bounds = group.group_quantize(x)
-    arguments = (codes, bounds, 4, 256, 300, torch.bfloat16)
-    torch.library.opcheck(torch.ops.memtrain.group_dequantize.default, arguments)
 
 
 @pytest.mark.parametrize("stochastic", [True, False])

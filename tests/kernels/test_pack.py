@@ -81,14 +81,3 @@ def test_fake_tensors_have_the_real_shapes():
         restored = pack.unpack_codes(packed, 5, 300)
     assert (packed.shape, packed.dtype) == ((320,), torch.uint8)
     assert (restored.shape, restored.dtype) == ((300,), torch.uint8)
-
-
-@pytest.mark.parametrize(
-    ("op", "arguments"),
-    [
-        ("pack_codes", (torch.ones(300, dtype=torch.uint8), 3)),
-        ("unpack_codes", (torch.ones(192, dtype=torch.uint8), 3, 300)),
-    ],
-)
-def test_op_is_registered_soundly(op, arguments):
-    torch.library.opcheck(getattr(torch.ops.memtrain, op).default, arguments)

@@ -40,23 +40,6 @@ def test_three_dimensions_take_the_least_of_three():
     assert torch.equal(least.view(2, 3, 4), want)
 
 
-@pytest.mark.parametrize("name", ["cpu", "triton"])
-@pytest.mark.parametrize(("map", "signed"), [("Linear", False), ("DE-0", False), ("DE", True)])
-@pytest.mark.parametrize(
-    "shape", [(1, 1), (0, 5), (50, 77), (64, 3, 7, 7), (500, 3), (1, 901), (9, 256)]
-)
-def test_kernels_equal_the_reference(name, map, signed, shape):
-    x = torch.randn(shape) * torch.rand(shape) ** 3
-    x = x if signed else x.abs()
-    want = rank1.quantize_reference(x, Codebook(map, 4, signed))
-    with backend(name):
-        codes, scale = rank1.quantize(x, Codebook(map, 4, signed))
-        back = rank1.dequantize(*want, Codebook(map, 4, signed), shape=shape)
-    assert torch.equal(codes, want[0])
-    assert torch.equal(scale, want[1])
-    assert torch.equal(back, rank1.dequantize_reference(*want, Codebook(map, 4, signed), shape))
-
-
 @pytest.mark.parametrize("level", [0, 1], ids=["portable", "avx2"])
 def test_other_instruction_sets_equal_the_reference(level):
     x = torch.rand(50, 77)

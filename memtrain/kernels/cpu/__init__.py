@@ -2,7 +2,6 @@
 
 import ctypes
 import struct
-import sysconfig
 import warnings
 from collections.abc import Callable
 from functools import cache
@@ -12,13 +11,6 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.cpu.sources import digest
-
-try:
-    if sysconfig.get_config_var("Py_GIL_DISABLED"):  # its objects are laid out otherwise
-        raise ImportError("calls.so is built for a Python with a global interpreter lock")
-    from memtrain.kernels.cpu import calls
-except ImportError:  # not built, or for another kind of Python: `ctypes` calls the library
-    calls = None
 
 PATH = Path(__file__).with_name("libmemtrain.so")
 FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
@@ -85,9 +77,6 @@ def function(name: str, kinds: str) -> Callable[..., None]:
         The function; tensors whose addresses it is given must outlive the call.
     """
     found = getattr(library(), name)
-    if calls is not None:
-        address = ctypes.cast(found, ctypes.c_void_p).value or 0
-        return calls.function(address, len(kinds) + 1)
     types = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
     found.argtypes = [*map(types.__getitem__, kinds), ctypes.c_int64]
     return found

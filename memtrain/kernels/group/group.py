@@ -89,8 +89,6 @@ def group_quantize(
         Training, ICML 2021, arXiv:2104.14129.
     """
     seed = philox.signed(seed)
-    if x.dtype in _READ and is_plain_cpu(x):
-        return _quantizer(bits, group_size, stochastic, wide, x.dtype)(x.contiguous(), seed)
     run = _quantize if is_plain(x) else _quantize_op
     return run(x, bits, group_size, seed, stochastic, wide)
 
@@ -244,36 +242,11 @@ def _empty(
     )
 
 
-# What `cpu.call` and the checks ask at each call takes longer than a small tensor's kernel.
-
-
-@cache
-def _quantizer(
-    bits: int, group_size: int, stochastic: bool, wide: bool, dtype: torch.dtype
-) -> Callable[[Tensor, int], tuple[Tensor, Tensor]]:
-    """The C++ kernel of contiguous tensors, given a seed: as `_quantize`."""
-    _check(bits, group_size, dtype)
-    kernel = cpu.function("mt_group_quantize", "pippiiiiii")
-    is_bf16, width, kept = int(dtype == torch.bfloat16), group_size * bits // 8, _bounds_dtype(wide)
-
-    def run(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        n = x.numel()
-        n_groups = (n + group_size - 1) // group_size
-        codes = x.new_empty(n_groups, width, dtype=torch.uint8)
-        bounds = x.new_empty(n_groups, 2, dtype=kept)
-        at, codes_at, bounds_at = x.data_ptr(), codes.data_ptr(), bounds.data_ptr()
-        how = bits, group_size, seed, stochastic, torch.get_num_threads()
-        kernel(at, is_bf16, codes_at, bounds_at, wide, n, *how)
-        return codes, bounds
-
-    return run
-
-
 @cache
 def _dequantizer(
     bits: int, group_size: int, dtype: torch.dtype, kept: torch.dtype
 ) -> Callable[[Tensor, Tensor, int | torch.Size], Tensor]:
-    """The C++ kernel of payloads on the CPU: as `_dequantize`."""
+    """The C++ kernel of payloads on the CPU: as `_dequantize`, with fewer calls in a backward."""
     _check(bits, group_size, dtype)
     kernel = cpu.function("mt_group_dequantize", "ppipiiii")
     wide, is_bf16, width = _WIDE[kept], int(dtype == torch.bfloat16), group_size * bits // 8
@@ -298,7 +271,8 @@ def kernels_of(
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
     """Functions of `group_quantize` and `group_dequantize` for tensors like `x`, bound.
 
-    They serve while `dispatch.is_ordinary()`; None where another kernel does.
+    What `cpu.call` and the checks ask at each call takes longer than a small tensor's kernel. They
+    serve while `dispatch.is_ordinary()`; None where another kernel does.
 
     Args:
         x: Dense, its elements read as they lie in memory; or a matrix with gaps between its rows.

@@ -152,27 +152,6 @@ def test_a_workspace_follows_the_devices_capability_and_the_environment(monkeypa
     assert forward(capability=(9, 0)) == forward() == (16 * 8 + 4096 * 2) * 1024
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("form", [nn.LayerNorm, nn.RMSNorm])
-def test_a_norms_backward_on_cuda_is_one_kernel_by_hand(form, dtype):
-    rows, size = 640, 512
-    model = nn.Sequential(nn.Linear(size, size, bias=False), form(size)).to(dtype)
-    batch = torch.ones(rows, size, dtype=dtype)
-    optimizer, options = torch.optim.SGD(model.parameters()), StepOptions(device="cuda")
-    timeline = predict(model, optimizer, batch, "balanced", options)
-    most = max(m.nbytes - m.parts["workspaces"] - m.parts.get("allocator rounding", 0)
-               for m in timeline.moments if m.label.startswith("backward of 1 /"))  # fmt: skip
-    parameters = len([*model[1].parameters()])  # the weight, and a layer norm's bias
-    codes = rows * size // 2 + 4 * rows * size // 128 + 4 * rows  # 4 bits, bounds, deviations
-    sums = 4 * (rows // 16 + 1) * parameters * size  # of each program's 16 rows, and of all
-    cast = 0 if dtype == torch.float32 else 4 * size  # of the weight
-    gradients = 4 * parameters * size  # in float32, whatever the dtype
-    # The batch, dx, and the sum's gradient, which is one number, laid out in rows.
-    tensors = 3 * batch.nbytes + 2 * dtype.itemsize
-    weights = sum(p.nbytes for p in model.parameters())
-    assert most == weights + tensors + codes + sums + cast + gradients
-
-
 class Dropping(nn.Module):
     """Drops in a module and in its own code."""
 
