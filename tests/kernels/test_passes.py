@@ -14,7 +14,7 @@ from memtrain.kernels.step.update_rules import COUNT, on_device
 from tests.kernels.forms import FORMS, entry_of
 from tests.kernels.kept_steps import step_kept
 
-KEPT, TABLE = torch.zeros(0), torch.zeros(2**12, dtype=torch.int64)
+TABLE = torch.zeros(2**12, dtype=torch.int64)
 
 
 def held(run):
@@ -35,7 +35,6 @@ def unlaunched(monkeypatch):
     monkeypatch.setattr(launch, "launch", lambda *given, **options: None)
     monkeypatch.setattr(launch, "new_table", lambda size, device: 2 * (TABLE[:size],))
     monkeypatch.setattr(launch, "send", lambda numbers, to: None)
-    monkeypatch.setattr(launch.TritonGroup, "_to_piece", lambda *given: (KEPT, KEPT))
     return launch
 
 

@@ -191,13 +191,8 @@ class Group:
             scale = inputs.states[k][1]["scale"]
             self._of("col_old")[k].copy_(rank1.columns(scale, self.shapes[k]))
 
-    def reduce(self, begin: int = 0, piece: Tensor | None = None) -> None:
-        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others.
-
-        Args:
-            begin: The first row of `piece`.
-            piece: Some rows of the only entry's gradient, in the place of the whole one.
-        """
+    def reduce(self) -> None:
+        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
 
     def sums(self) -> list[Sums]:
         """Maxima or sums of pass 1, by entry."""
@@ -250,8 +245,8 @@ class Group:
             cols = rank1.maxima(cols.view(self.shapes[k][1:]))
         return torch.cat([self._of("row_new")[k], cols])
 
-    def update(self, begin: int = 0, piece: Tensor | None = None) -> None:
-        """Pass 2: decode, update, encode; `begin` and `piece` as for `reduce`."""
+    def update(self) -> None:
+        """Pass 2: decode, update, encode."""
 
     def end(self) -> None:
         """After the passes: new scales, and roots, into the states."""

@@ -89,15 +89,15 @@ class TritonGroup(Group):
             self._scalars.copy_(stacked(inputs.scalars, self.device))
         self._is_new = False
 
-    def reduce(self, begin: int = 0, piece: Tensor | None = None) -> None:
+    def reduce(self) -> None:
         """As `Group.reduce`."""
         if self.form not in ROWS_AND_COLUMNS:
             return
-        rows, piece = self._to_piece("reduce", begin, piece)  # which lives until it is launched
+        programs = self._programs["reduce"]
         launch(
             first_pass._reduce_kernel,
-            (len(rows),),
-            rows,
+            (len(programs),),
+            programs,
             self._table,
             self._scalars,
             *self._like,
@@ -110,36 +110,18 @@ class TritonGroup(Group):
         launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
         launch(first_pass._ratio_kernel, (len(self.shapes),), self._table, **EXACT)
 
-    def update(self, begin: int = 0, piece: Tensor | None = None) -> None:
+    def update(self) -> None:
         """As `Group.update`."""
-        rows, piece = self._to_piece("update", begin, piece)
+        programs = self._programs["update"]
         of_two_bits = self.bits == lloyd_max.BITS
         launch(
             two_bits._update_kernel if of_two_bits else kernels._update_kernel,
-            (len(rows),),
-            rows,
+            (len(programs),),
+            programs,
             self._table,
             *self._like,
             **self._update_form,
         )
-
-    def _to_piece(
-        self, name: str, begin: int, piece: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        """The programs of a pass, and the piece where it is aligned.
-
-        Kernels are told where the gradient's first row would be, if all rows lay beside these.
-        """
-        programs = self._programs[name]
-        if piece is None:
-            return programs, None
-        piece = piece.clone() if piece.data_ptr() % 16 else piece
-        ((_, cols),), end = self.sizes, begin + len(piece)
-        self._table[0, GRADIENT_FIELD].fill_(piece.data_ptr() - begin * cols * piece.itemsize)
-        if name == "update":
-            return programs[begin * cols // self._each : -(-end * cols // self._each)], piece
-        across = -(-cols // COLS)
-        return programs[begin // ROWS * across : -(-end // ROWS) * across], piece
 
     def _count_programs(self) -> dict[str, Tensor]:
         counts = {"update": [-(-rows * cols // self._each) for rows, cols in self.sizes]}

@@ -155,7 +155,7 @@ inline void reduce_factored(const StepTask& t, int64_t begin, int64_t end) {
   float* partial = t.partial + begin / t.chunk * t.cols;
   float* row = static_cast<float*>(t.state[1].data);
   float g_part[kPart], p_part[kPart];
-  if (begin % t.chunk == 0) std::fill(partial, partial + t.cols, 0.0f);  // else a piece goes on
+  std::fill(partial, partial + t.cols, 0.0f);
   for (int64_t i = begin; i < end; ++i) {
     F sum = {};
     double rest = 0;
