@@ -280,21 +280,6 @@ def test_bad_gradients_stay_in_their_block(rule, bits, bad, name):
             assert torch.equal(blocks[0][others], blocks[1][others])
 
 
-def test_results_do_not_depend_on_threads():
-    before = [entry((1000, 77), rule, bits) for rule, bits in FORMS]
-    threads, results = torch.get_num_threads(), []
-    try:
-        for n in (1, 3):
-            torch.set_num_threads(n)
-            results.append(run("cpu", before))
-    finally:
-        torch.set_num_threads(threads)
-    for a, b in zip(*results, strict=True):
-        assert torch.equal(a.param, b.param)
-        for mine, theirs in zip(a.states, b.states, strict=True):
-            assert all(torch.equal(mine[k], theirs[k]) for k in mine)
-
-
 @pytest.mark.parametrize(
     ("change", "match"),
     [

@@ -84,9 +84,9 @@ def test_blocks_equal_the_reference(name, seed, size, case):
 @pytest.mark.parametrize("seed", [None, 5])
 @every_book
 def test_rank1_equals_the_reference(name, seed, case):
-    shapes = ((30, 17), (4, 3, 5, 5), (5, 150))
+    shapes = ((30, 17), (4, 3, 5, 5))
     if name == "cpu":
-        shapes += ((1, 1), (0, 5), (300, 2), (2, 301))
+        shapes += ((1, 1), (0, 5), (300, 2), (2, 301), (5, 150))
     for shape in shapes:
         x = sample(case, shape)
         want = rank1.quantize_reference(x, case, seed)
