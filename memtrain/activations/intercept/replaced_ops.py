@@ -176,7 +176,10 @@ class Replacements:
         known = REPLACED.get(function)
         if known is not None:
             recognise, name = known
-            return recognise(name, args, kwargs)
+            try:
+                return recognise(name, args, kwargs)
+            except (TypeError, KeyError, IndexError):  # arguments that torch reports as wrong
+                return None
         if type(function) is Registered:
             return nonlinear.recognise_registered(function, args)
         if self.options.backward_bytes is not None and function in _CONVOLUTIONS:

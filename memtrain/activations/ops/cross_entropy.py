@@ -48,7 +48,7 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     if x.dim() != 2 or not x.is_contiguous() or not x.numel() or target.shape != x.shape[:1]:
         return None
     ignored, reduction = values.get("ignore_index", -100), values.get("reduction", "mean")
-    if reduction not in ("mean", "sum", "none"):
+    if reduction not in ("mean", "sum", "none") or not isinstance(ignored, int):
         return None
 
     def run(compressor: Compressor, key: Key) -> Tensor:

@@ -69,10 +69,12 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         shape = tuple(values["normalized_shape"])
         return _call(name, x, shape, **given, again=norm if own else None)
     if name == "group_norm":
-        return _call(name, x, values["num_groups"], **given)
+        return None if values["num_groups"] < 1 else _call(name, x, values["num_groups"], **given)
     own = values.get("training" if name == "batch_norm" else "use_input_stats", False)
     samples = x.numel() // x.shape[1] if name == "batch_norm" else x[0, 0].numel()
     if len(args) > len(names) or "cudnn_enabled" in values or not own or samples < 2:
+        return None
+    if given.get("eps", 1.0) <= 0:  # which torch refuses
         return None
     running = (values.get("running_mean"), values.get("running_var"))
     return _call(name, x, running, op=f"small_{name}" if samples <= FEW else name, **given)

@@ -27,10 +27,10 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     if not isinstance(x, Tensor) or x.dim() not in (n + 1, n + 2) or x.numel() == 0:
         return None
     kernel = per_dimension(values["kernel_size"], n)
-    if prod(kernel) > MAX_WINDOW:
-        return None
     sizes = [kernel, strides_of(values.get("stride"), kernel)]
     sizes += [per_dimension(values.get(k, d), n) for k, d in (("padding", 0), ("dilation", 1))]
+    if prod(kernel) > MAX_WINDOW or any(len(size) != n for size in sizes):
+        return None
     flat = n == 1  # one spatial dimension is run as two, as torch does
     if flat:
         sizes = [(fill, *size) for fill, size in zip((1, 1, 0, 1), sizes, strict=True)]
