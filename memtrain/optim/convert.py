@@ -8,8 +8,9 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor, Keep
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
-from memtrain.optim.fused.fused import REFUSED, FusedStates, counter_dtype, moment_dtype
+from memtrain.optim.fused.fused import REFUSED, FusedStates
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
+from memtrain.optim.fused.payloads import counter_dtype, moment_dtype
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse

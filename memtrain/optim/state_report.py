@@ -10,7 +10,8 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Keep
 from memtrain.compressors.identity import Identity
 from memtrain.optim.convert import Bounded, becomes_fused
-from memtrain.optim.fused.fused import FusedStates, moment_dtype
+from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.fused.payloads import moment_dtype
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates, on_each

@@ -15,7 +15,7 @@ from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.compressors.base import GRADIENT_SUM
 from memtrain.compressors.registry import check_role
-from memtrain.optim.fused.fused import counter_dtype
+from memtrain.optim.fused.payloads import counter_dtype
 from memtrain.optim.states.compressed import refuse
 from memtrain.optim.states.compressed_states import on_each
 from memtrain.optim.states.first_step import first_states, without_states

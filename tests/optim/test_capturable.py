@@ -179,13 +179,13 @@ def test_random_bits_differ_between_replays_and_repeat_from_a_checkpoint(kernels
 def test_options_are_read_where_parameters_are():
     """A learning rate of one device, parameters of two."""
     group = {"capturable": True, "lr": torch.tensor(0.1), "betas": (torch.tensor(0.9), 0.99)}
-    there = fused._options_on(group, torch.device("meta"))
+    there = capturable.options_on(group, torch.device("meta"))
     assert there["lr"].is_meta
     assert there["betas"][0].is_meta
     assert there["betas"][1] == 0.99
-    here = fused._options_on(group, torch.device("cpu"))
+    here = capturable.options_on(group, torch.device("cpu"))
     assert here["lr"] is group["lr"]
-    assert fused._options_on({**group, "capturable": False}, torch.device("meta"))["lr"].is_cpu
+    assert capturable.options_on({**group, "capturable": False}, torch.device("meta"))["lr"].is_cpu
 
 
 @pytest.mark.usefixtures("_any_device")

@@ -15,7 +15,7 @@ from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import predict
 from memtrain.config.sources import load
 from memtrain.optim import AdamW4bit
-from memtrain.optim.wrappers.host_copies import CudaCopies, PlainCopies
+from memtrain.optim.wrappers.host_copies import CudaCopies, HostCopies
 from memtrain.optim.wrappers.host_states import IN_FLIGHT, HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
@@ -318,7 +318,7 @@ def test_unwrapping_moves_all_back(cfg):
     assert_same(there, here)
 
 
-class Bus(PlainCopies):
+class Bus(HostCopies):
     """A device that works beside the host: a copy back is there when the device has joined it."""
 
     beside = True

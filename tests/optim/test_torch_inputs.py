@@ -14,7 +14,7 @@ from torch import nn
 from memtrain import optim
 from memtrain.compressors import Identity
 from memtrain.optim import CompressedOptimizer, compress
-from memtrain.optim.fused.fused import real_view
+from memtrain.optim.fused.payloads import real_view
 from tests.optim.behaviours import ADAMS, FUSED
 from tests.optim.torch_inputs import (
     NAMES,

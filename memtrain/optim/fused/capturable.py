@@ -75,6 +75,18 @@ def number(group: Mapping[str, Any], value: Any) -> Number:
     return value.detach().double() if stays_on_device(group, value) else float(value)
 
 
+def options_on(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """A group's options for parameters of a device, on which those are that may not be read."""
+
+    def moved(value: Any) -> Any:
+        return value.to(device) if stays_on_device(group, value) else value
+
+    return {
+        name: tuple(map(moved, value)) if isinstance(value, tuple) else moved(value)
+        for name, value in group.items()
+    }
+
+
 class Ticks:
     """A count of steps; where it is read on a device, graphs count too.
 

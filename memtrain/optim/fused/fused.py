@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import cache, cached_property
+from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -10,13 +10,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
-from memtrain.compressors.codebook import Block
-from memtrain.compressors.factored import Factored
-from memtrain.compressors.lloyd_max import LloydMax
-from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step import cuda_graph
-from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
+from memtrain.kernels.step.codecs import EXACT, Codec
 from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.split import PLAIN, MasterWeight
@@ -24,6 +20,14 @@ from memtrain.kernels.step.step import Entry, has_kernel
 from memtrain.kernels.step.update_rules import Number, Scalars, on_device
 from memtrain.optim.fused import capturable
 from memtrain.optim.fused.given import Given, given_to
+from memtrain.optim.fused.payloads import (
+    as_payload,
+    codec_of,
+    counter_dtype,
+    moment_dtype,
+    real_view,
+    zeros,
+)
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
@@ -35,7 +39,6 @@ from memtrain.optim.states.shards import (
     local,
     local_gradient,
     shard_of,
-    sharded_like,
 )
 from memtrain.optim.states.untraced import untraced
 
@@ -276,7 +279,7 @@ class FusedStates(CompressedStates):
         compressors, codecs = self._kept_as(param, names)
         for name, compressor in zip(names, compressors, strict=True):
             if state.get(name) is None:
-                state[name] = _zeros(compressor, param)
+                state[name] = zeros(compressor, param)
         if codecs is None:
             self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
             return None
@@ -288,7 +291,7 @@ class FusedStates(CompressedStates):
             values = [state[name] for name in names]
             parts = tuple([v if isinstance(v, dict) else {"tensor": v} for v in values])
             return Entry(param, grad, parts, codecs, self.rule, scalars, None, master, guard)
-        payloads = tuple(_as_payload(state[name]) for name in names)
+        payloads = tuple(as_payload(state[name]) for name in names)
         own = real_view(local(param))
         grad, shard = real_view(local_gradient(param)), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master, guard)
@@ -371,7 +374,9 @@ class FusedStates(CompressedStates):
             return self._scalars_of(group, turns)
         pairs = [*zip(turns, [param.device for param in params], strict=True)]
         made = {
-            (turn, device): on_device(self.scalars(_options_on(group, device), turn), 1, device)[0]
+            (turn, device): on_device(
+                self.scalars(capturable.options_on(group, device), turn), 1, device
+            )[0]
             for turn, device in {*pairs}
         }
         return [made[pair] for pair in pairs]
@@ -389,7 +394,9 @@ class FusedStates(CompressedStates):
             own = [param for param in params if param.device == device]
             steps = [self._counter(param, device) for param in own]
             torch._foreach_add_(steps, 1)
-            scalars = self.scalars(_options_on(group, device), torch.stack(steps).double())
+            scalars = self.scalars(
+                capturable.options_on(group, device), torch.stack(steps).double()
+            )
             found.update(zip(own, on_device(scalars, len(own), device), strict=True))
         return [found[param] for param in params]
 
@@ -431,32 +438,6 @@ def variant(base: type[Fused], name: str, summary: str, **attributes: Any) -> ty
     return type(name, (base,), own)  # pyright: ignore[reportReturnType]
 
 
-def _options_on(group: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """A group's options for parameters of a device, on which those are that may not be read."""
-
-    def moved(value: Any) -> Any:
-        return value.to(device) if capturable.stays_on_device(group, value) else value
-
-    return {
-        name: tuple(map(moved, value)) if isinstance(value, tuple) else moved(value)
-        for name, value in group.items()
-    }
-
-
-def _as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"tensor": real_view(local(value))} if isinstance(value, Tensor) else value
-
-
-def real_view(x: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, which torch's optimizers step.
-
-    Example:
-        >>> real_view(torch.ones(3, dtype=torch.complex64)).shape, real_view(torch.ones(3)).shape
-        (torch.Size([3, 2]), torch.Size([3]))
-    """
-    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
-
-
 def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
     for param in params:
         if param.is_meta and param.grad is not None and not is_simulated():
@@ -465,63 +446,3 @@ def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
                 f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
                 "before the first step"
             )
-
-
-def _zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
-    """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
-    dtype, shape, device = moment_dtype(param), local(param).shape, param.device
-    zeros = torch.empty if is_simulated() else torch.zeros  # fake tensors take long to fill
-    if compressor.is_identity:
-        return sharded_like(zeros(shape, dtype=dtype, device=device), param)
-    if compressor.zeros_from_zeros and (parts := _parts(compressor, shape, dtype)) is not None:
-        return {k: zeros(size, dtype=kind, device=device) for k, (size, kind) in parts.items()}
-    return layout.pack(compressor, zeros(shape, dtype=dtype, device=device))
-
-
-@cache
-def _parts(
-    compressor: Compressor, shape: torch.Size, dtype: torch.dtype
-) -> dict[str, tuple[torch.Size, torch.dtype]] | None:
-    """Shapes and dtypes of a payload; None where it is no dict of contiguous tensors."""
-    found = layout.pack(compressor, torch.empty(shape, dtype=dtype, device="meta"))
-    if not isinstance(found, dict) or not all(t.is_contiguous() for t in found.values()):
-        return None
-    return {name: (t.shape, t.dtype) for name, t in found.items()}
-
-
-def moment_dtype(param: Tensor) -> torch.dtype:
-    """The states' dtype: float32, float64 for float64 parameters, complex ones for complex."""
-    if param.is_complex():
-        return torch.promote_types(param.dtype, torch.complex64)
-    return torch.float64 if param.dtype == torch.float64 else torch.float32
-
-
-def counter_dtype() -> torch.dtype:
-    """The dtype of counters of steps: float32, and float64 where that is torch's default."""
-    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
-
-
-def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
-    """The kernels' codec that equals a compressor, or None.
-
-    Example:
-        >>> codec_of(Block(map="DE", signed=True), signed=True)
-        Codec(form='block', bits=4, codebook='DE', signed=True)
-    """
-    codec, plain = None, None  # any option that the kernels do not know keeps a compressor out
-    if compressor.is_identity:
-        codec, plain = EXACT, compressor
-    elif isinstance(compressor, Factored):
-        codec, plain = FACTORED, Factored()
-    elif isinstance(compressor, LloydMax):
-        codec, plain = LLOYD_MAX, LloydMax()
-    elif isinstance(compressor, Rank1) and not signed:
-        codec = Codec("rank1", 4, compressor.map, signed)
-        plain = Rank1(map=compressor.map)
-    elif isinstance(compressor, Block) and compressor.bits in BLOCKS:
-        bits, name = compressor.bits, compressor.map
-        codec = Codec("block", bits, name, signed)
-        plain = Block(block_size=BLOCKS[bits], map=name, bits=bits, signed=signed)
-        if bits == 8 and name not in CODEBOOKS8:
-            return None
-    return codec if compressor == plain else None

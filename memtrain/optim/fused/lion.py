@@ -9,7 +9,8 @@ from torch.optim import Optimizer
 
 from memtrain.kernels.step.update_rules import LionScalars, Number, lion
 from memtrain.optim.fused.capturable import check_betas, check_numbers, number
-from memtrain.optim.fused.fused import FusedStates, real_view, variant
+from memtrain.optim.fused.fused import FusedStates, variant
+from memtrain.optim.fused.payloads import real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.untraced import untraced

@@ -2,7 +2,7 @@
 
 from collections import deque
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,34 +11,35 @@ from torch._subclasses.fake_tensor import FakeTensor
 from memtrain.kernels.leaving import AT_ONCE, Leaving
 
 
-class HostCopies(Protocol):
-    """How gradients go to the host, and weights come back."""
+class HostCopies:
+    """How gradients go to the host, and weights come back: copies that are waited for.
 
-    beside: bool
+    So they are on any device but CUDA, in host memory itself, and for fake tensors.
+    """
+
+    beside = False
     """Whether the device works on while the host does: the host then works in a thread."""
 
     def host_memory(self, like: Tensor) -> Tensor:
         """Make a tensor in host memory that copies are fast from and to; not filled."""
-        ...
+        return torch.empty_like(like, device="cpu")
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """Start a copy to the host; the second value is for `wait`. `x` may be freed at once."""
-        ...
+        return x.to("cpu", copy=True), None
 
     def wait(self, started: Any) -> None:
         """Let the host wait until a copy to it has been made."""
-        ...
 
     def to_device(self, value: Tensor, param: Tensor) -> None:
         """Start a copy into a tensor of the device; `value` stays as it is until `join`."""
-        ...
+        param.copy_(value)
 
     def join(self) -> None:
         """Let work of the device that follows see what `to_device` sends; the host goes on."""
-        ...
 
 
-class CudaCopies:
+class CudaCopies(HostCopies):
     """CUDA: pinned host memory, and a side stream each way.
 
     What leaves is held as `Leaving` says: so a backward has at most `AT_ONCE` gradients more than
@@ -84,31 +85,7 @@ class CudaCopies:
         self._leaving.clear()
 
 
-class PlainCopies:
-    """Any other device, host memory itself, and fake tensors: copies that are waited for."""
-
-    beside = False
-
-    def host_memory(self, like: Tensor) -> Tensor:
-        """As `HostCopies.host_memory`."""
-        return torch.empty_like(like, device="cpu")
-
-    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
-        """As `HostCopies.to_host`."""
-        return x.to("cpu", copy=True), None
-
-    def wait(self, started: Any) -> None:
-        """As `HostCopies.wait`: it is there."""
-
-    def to_device(self, value: Tensor, param: Tensor) -> None:
-        """As `HostCopies.to_device`."""
-        param.copy_(value)
-
-    def join(self) -> None:
-        """As `HostCopies.join`: it is there."""
-
-
-class LeavingCopies(PlainCopies):
+class LeavingCopies(HostCopies):
     """Copies of fake tensors that stand for those of CUDA: as many gradients are leaving."""
 
     def __init__(self) -> None:
@@ -129,7 +106,7 @@ def _cuda(device: torch.device) -> HostCopies:
     return CudaCopies(device)
 
 
-_PLAIN = PlainCopies()
+_PLAIN = HostCopies()
 
 
 def copies_of(x: Tensor) -> HostCopies:

@@ -1,0 +1,91 @@
+"""States as the fused steps take them: first payloads, dtypes, and the kernels' codecs."""
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from memtrain.compressors.base import Compressor
+from memtrain.compressors.codebook import Block
+from memtrain.compressors.factored import Factored
+from memtrain.compressors.lloyd_max import LloydMax
+from memtrain.compressors.rank1 import Rank1
+from memtrain.kernels.dispatch import is_simulated
+from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
+from memtrain.optim.states import layout
+from memtrain.optim.states.shards import local, sharded_like
+
+
+def real_view(x: Tensor) -> Tensor:
+    """A complex tensor as its real and imaginary parts, which torch's optimizers step.
+
+    Example:
+        >>> real_view(torch.ones(3, dtype=torch.complex64)).shape, real_view(torch.ones(3)).shape
+        (torch.Size([3, 2]), torch.Size([3]))
+    """
+    return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
+
+
+def zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
+    """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
+    dtype, shape, device = moment_dtype(param), local(param).shape, param.device
+    zeros = torch.empty if is_simulated() else torch.zeros  # fake tensors take long to fill
+    if compressor.is_identity:
+        return sharded_like(zeros(shape, dtype=dtype, device=device), param)
+    if compressor.zeros_from_zeros and (parts := _parts(compressor, shape, dtype)) is not None:
+        return {k: zeros(size, dtype=kind, device=device) for k, (size, kind) in parts.items()}
+    return layout.pack(compressor, zeros(shape, dtype=dtype, device=device))
+
+
+@cache
+def _parts(
+    compressor: Compressor, shape: torch.Size, dtype: torch.dtype
+) -> dict[str, tuple[torch.Size, torch.dtype]] | None:
+    """Shapes and dtypes of a payload; None where it is no dict of contiguous tensors."""
+    found = layout.pack(compressor, torch.empty(shape, dtype=dtype, device="meta"))
+    if not isinstance(found, dict) or not all(t.is_contiguous() for t in found.values()):
+        return None
+    return {name: (t.shape, t.dtype) for name, t in found.items()}
+
+
+def moment_dtype(param: Tensor) -> torch.dtype:
+    """The states' dtype: float32, float64 for float64 parameters, complex ones for complex."""
+    if param.is_complex():
+        return torch.promote_types(param.dtype, torch.complex64)
+    return torch.float64 if param.dtype == torch.float64 else torch.float32
+
+
+def counter_dtype() -> torch.dtype:
+    """The dtype of counters of steps: float32, and float64 where that is torch's default."""
+    return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
+
+
+def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
+    """The kernels' codec that equals a compressor, or None.
+
+    Example:
+        >>> codec_of(Block(map="DE", signed=True), signed=True)
+        Codec(form='block', bits=4, codebook='DE', signed=True)
+    """
+    codec, plain = None, None  # any option that the kernels do not know keeps a compressor out
+    if compressor.is_identity:
+        codec, plain = EXACT, compressor
+    elif isinstance(compressor, Factored):
+        codec, plain = FACTORED, Factored()
+    elif isinstance(compressor, LloydMax):
+        codec, plain = LLOYD_MAX, LloydMax()
+    elif isinstance(compressor, Rank1) and not signed:
+        codec = Codec("rank1", 4, compressor.map, signed)
+        plain = Rank1(map=compressor.map)
+    elif isinstance(compressor, Block) and compressor.bits in BLOCKS:
+        bits, name = compressor.bits, compressor.map
+        codec = Codec("block", bits, name, signed)
+        plain = Block(block_size=BLOCKS[bits], map=name, bits=bits, signed=signed)
+        if bits == 8 and name not in CODEBOOKS8:
+            return None
+    return codec if compressor == plain else None
+
+
+def as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
+    """A state as `Entry` takes it: a payload, or an exact tensor under a name."""
+    return {"tensor": real_view(local(value))} if isinstance(value, Tensor) else value
