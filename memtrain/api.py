@@ -28,7 +28,6 @@ from memtrain.optim.wrappers.apply import (
     remove,
 )
 from memtrain.optim.wrappers.wrapper import WeakRef
-from memtrain.plan.entries import sum_compressor
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.unmet import FirstStep, Untrained, warn_of_whole_states
 from memtrain.precision.forward_rounding import ForwardRounding
@@ -182,7 +181,7 @@ def _wrap(called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any) 
     if interception is not None:
         forget_graphs(called)
         interception.attach()
-    optimizers, added = apply(model, optimizers, plan.config, sum_compressor(plan.config))
+    optimizers, added = apply(model, optimizers, plan.config)
     handles += added
     if rounding is not None:
         handles += [rounding.scaler.attach(optimizer) for optimizer in optimizers]

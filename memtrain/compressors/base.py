@@ -79,9 +79,8 @@ class Keep:
 ACTIVATION = "saved activation"
 CHECKPOINTED_INPUT = "checkpointed module's input"
 STATE = "optimizer state"
-GRADIENT_SUM = "gradient accumulation"
 SAVED = frozenset({ACTIVATION, CHECKPOINTED_INPUT})
-EVERY_ROLE = SAVED | {STATE, GRADIENT_SUM}
+EVERY_ROLE = SAVED | {STATE}
 
 
 @runtime_checkable
@@ -189,7 +188,7 @@ class Compressor(Protocol):
     def serves(self, role: str) -> bool:
         """Return whether a config may use it in a role."""
         named = bool(self.parts) if role == STATE else True
-        return role in self.roles and named and (self.signed or role != GRADIENT_SUM)
+        return role in self.roles and named
 
     def with_width(self, bits: int) -> "Compressor":
         """Return the same compressor with another number of bits; it needs a field `bits`."""

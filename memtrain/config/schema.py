@@ -125,8 +125,6 @@ class Release:
     """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
     accumulate: int = 1
     """Backward passes that make a step: their gradients are added up in one byte an element."""
-    sums: Any = "B256/E3M4+SR"
-    """The compressor of what has been added up so far."""
 
     def __post_init__(self) -> None:
         at_least("release.accumulate", self.accumulate, 1)

@@ -42,7 +42,7 @@ __all__ = [
     "options",
 ]
 
-_COMPRESSORS = ("compressor", "recompute_inputs", "sums")
+_COMPRESSORS = ("compressor", "recompute_inputs")
 """The last parts of keys whose values are compressors."""
 _NAMED = re.compile(r"\s*\{(.*,)?\s*name\s*:", re.DOTALL)
 
@@ -187,9 +187,9 @@ def _overlay(changes: Any) -> Config:
     check_keys(changes, Config)
     base = compose([f"preset={preset}"])
     own = OmegaConf.create({key: changes[key] for key in changes if key != "preset"})
-    for path in ("activations.recompute_inputs", "release.sums"):  # rules are replaced as lists
-        if "name" in (OmegaConf.select(own, path) or ()):
-            OmegaConf.update(base, path, None)
+    path = "activations.recompute_inputs"  # rules are replaced as lists
+    if "name" in (OmegaConf.select(own, path) or ()):
+        OmegaConf.update(base, path, None)
     try:
         return from_mapping(OmegaConf.merge(base, own))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:

@@ -13,8 +13,6 @@ from torch.optim import Optimizer
 from memtrain import optim
 from memtrain.activations.saved.site import Record, Site
 from memtrain.compressors import Compressor, Identity, Keep
-from memtrain.compressors.base import GRADIENT_SUM
-from memtrain.compressors.registry import check_role
 from memtrain.optim.fused.payloads import counter_dtype
 from memtrain.optim.states.compressed import refuse
 from memtrain.optim.states.compressed_states import on_each
@@ -22,10 +20,9 @@ from memtrain.optim.states.first_step import first_states, without_states
 from memtrain.optim.states.layout import COMPLEX, check_state
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
-from memtrain.optim.wrappers.accumulate import sum_bytes
+from memtrain.optim.wrappers.accumulate import BUFFER, sum_bytes
 from memtrain.optim.wrappers.apply import CPU, KEEP, RELEASE
 from memtrain.optim.wrappers.weights import keeps_float32, parse
-from memtrain.plan.build import build
 
 UNKNOWN = "unknown: "
 """Prefix of the reason of an entry whose bytes are unknown before the run."""
@@ -157,7 +154,7 @@ def predict_gradients(
         model: Real or fake.
         optimizer: Its optimizer, or a list of them.
         config: `weights` (a gradient has its weight's dtype), `gradients`,
-            `release.accumulate`, `release.sums` and `optim.device` are read.
+            `release.accumulate` and `optim.device` are read.
 
     Returns:
         Entries of kind `gradient`. Of a DistributedDataParallel gradients stay, in buckets that are
@@ -166,7 +163,6 @@ def predict_gradients(
     """
     dtypes, held = training_dtypes(model, config), _held(optimizer)
     parallel = isinstance(model, DistributedDataParallel)
-    sums = sum_compressor(config)
     entries, largest = [], 0
     for name, p in model.named_parameters():
         if not p.requires_grad:
@@ -178,7 +174,7 @@ def predict_gradients(
             how, why = (config.weights, "in its weight's dtype") if smaller else ("", NOT_REQUESTED)
         elif not parallel:
             largest = max(largest, planned)
-            planned, how, why = _released(p, config.release.accumulate, sums)
+            planned, how, why = _released(p, config.release.accumulate)
         if config.optim.device == CPU and p in held:
             if config.gradients != RELEASE:
                 host = whole  # in `step()`
@@ -197,25 +193,11 @@ def predict_gradients(
     return entries
 
 
-def sum_compressor(config: Any) -> Compressor:
-    """Return the compressor for gradients summed over several backward passes.
-
-    Raises:
-        ValueError: For one that cannot hold them: `release.sums` is named.
-    """
-    asked = config.release.sums
-    built = build(asked)
-    if isinstance(built, Keep):
-        raise ValueError(f"release.sums={asked!r}; allowed: a compressor, such as identity")
-    check_role(built, GRADIENT_SUM, f"release.sums={asked!r}")
-    return built
-
-
-def _released(param: Tensor, passes: int, sums: Compressor) -> tuple[int, str, str]:
+def _released(param: Tensor, passes: int) -> tuple[int, str, str]:
     """Return bytes, compressor and note of a released gradient."""
     if passes == 1:
         return 0, RELEASE, ""
-    return sum_bytes(param, sums), repr(sums), f"the sum of up to {passes - 1} backward passes"
+    return sum_bytes(param), repr(BUFFER), f"the sum of up to {passes - 1} backward passes"
 
 
 def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:

@@ -17,7 +17,6 @@ from memtrain.audit.peak.timeline import GRADIENTS
 from memtrain.config.sizes import format_size
 from memtrain.config.sources import Config
 from memtrain.optim.wrappers.accumulate import sum_bytes
-from memtrain.plan.entries import sum_compressor
 from memtrain.planner import DoesNotFit, Fit, Goal, fit
 from memtrain.training.text_rows import TextRows
 
@@ -29,8 +28,7 @@ def accumulated_bytes(model: nn.Module, config: Config) -> int:
     """Return the bytes that sums of released gradients take between microbatches."""
     if config.gradients != "release" or config.release.accumulate == 1:
         return 0
-    sums = sum_compressor(config)
-    return sum(sum_bytes(p, sums) for p in model.parameters() if p.requires_grad)
+    return sum(sum_bytes(p) for p in model.parameters() if p.requires_grad)
 
 
 def fit_budget(

@@ -13,7 +13,7 @@ from memtrain import optim
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim import CompressedOptimizer, SplitWeights
-from memtrain.optim.fused import capturable, fused
+from memtrain.optim.fused import capturable
 from memtrain.optim.states import in_groups
 from tests.kernels.test_capture import NoHost
 from tests.optim.behaviours import ADAMS, FUSED, make

@@ -5,19 +5,19 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from memtrain.compressors.base import Compressor, Key, Packed
+from memtrain.compressors.base import Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.optim.states.shards import local, part_number, sharded_like
 
 BUFFER = Block(block_size=256, map="E3M4", bits=8, rounding="stochastic")
-"""How a sum is kept by default. The map has 0 and both signs' ends: zeros stay zero, and rounding
+"""How a sum is kept. The map has 0 and both signs' ends: zeros stay zero, and rounding
 has no bias anywhere."""
 
 
-def sum_bytes(param: Tensor, compressor: Compressor = BUFFER) -> int:
+def sum_bytes(param: Tensor) -> int:
     """Bytes of the sum of a parameter's gradients while it waits."""
     like = torch.empty(local(param).shape, device="meta")
-    return compressor.compress(like, key=Key()).nbytes
+    return BUFFER.compress(like, key=Key()).nbytes
 
 
 class GradientSums:
@@ -31,7 +31,6 @@ class GradientSums:
     Args:
         passes: Backward passes that make a step.
         seed: Feeds the rounding, with the parameter's number, the step and the pass.
-        compressor: Of each sum; what is said above is of the default.
 
     Memory:
         1.016 bytes per parameter between the passes.
@@ -43,8 +42,8 @@ class GradientSums:
         tensor([2., 2., 2.])
     """
 
-    def __init__(self, passes: int, seed: int = 0, compressor: Compressor = BUFFER) -> None:
-        self.passes, self.seed, self.compressor = passes, seed, compressor
+    def __init__(self, passes: int, seed: int = 0) -> None:
+        self.passes, self.seed = passes, seed
         self.steps = 0
         """Steps so far: each draws other random bits."""
         self._held: dict[Tensor, tuple[dict[str, Tensor], int]] = {}
@@ -73,7 +72,7 @@ class GradientSums:
             return sharded_like(total, param)
         step, rank = self.steps, part_number(param)
         key = Key(self.seed, site=number, step=step, microbatch=count, rank=rank)
-        self._held[param] = self.compressor.compress(total, key=key).tensors, count
+        self._held[param] = BUFFER.compress(total, key=key).tensors, count
         return None
 
     @property
@@ -96,4 +95,4 @@ class GradientSums:
         self.steps += 1
 
     def _decoded(self, param: Tensor, payload: dict[str, Tensor]) -> Tensor:
-        return self.compressor.decompress(Packed(payload, local(param).shape, torch.float32))
+        return BUFFER.decompress(Packed(payload, local(param).shape, torch.float32))

@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
 from memtrain.optim.wrappers import dtypes
@@ -70,7 +69,7 @@ def check(model: nn.Module, config: Any) -> None:
 
 
 def apply(
-    model: nn.Module, optimizers: list[Optimizer], config: Any, sums: Compressor
+    model: nn.Module, optimizers: list[Optimizer], config: Any
 ) -> tuple[list[Optimizer], list[Any]]:
     """Convert the weights, and put what the config asks for around each optimizer.
 
@@ -78,7 +77,6 @@ def apply(
         model: Its parameters are converted in place.
         optimizers: Plain, or with compressed states.
         config: Of the plan.
-        sums: The compressor of gradients that wait for a step of several backward passes.
 
     Returns:
         The optimizers to use, and the handles of hooks on the model, which `remove` takes off.
@@ -86,7 +84,7 @@ def apply(
     held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
     others = () if config.weights == KEEP else _trained_by_others(model, held)
     frozen = [p for p in model.parameters() if p not in held]
-    around = partial(_around, model, config, sums, frozen)
+    around = partial(_around, model, config, frozen)
     before = {param.dtype for param in model.parameters()}
     low = None if config.weights == KEEP else parse(config.weights).dtype
     if config.optim.device == CPU:  # there are rules for states: see `check`
@@ -137,7 +135,6 @@ def masters_of(optimizer: Any) -> Any:
 def _around(
     model: nn.Module,
     config: Any,
-    sums: Compressor,
     frozen: list[nn.Parameter],
     optimizer: Optimizer,
     *_: Any,
@@ -147,7 +144,6 @@ def _around(
     Args:
         model: Its parameters are converted in place.
         config: Of the plan.
-        sums: As in `apply`.
         frozen: Parameters that are no optimizer's.
         optimizer: Plain, or with compressed states; on the host, of the copies there.
     """
@@ -163,7 +159,6 @@ def _around(
             loss_scale=own.loss_scale,
             skip_nonfinite=own.skip_nonfinite,
             accumulate=own.accumulate,
-            sums=sums,
             seed=config.seed,
         )
     return optimizer

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import GRADIENT_SUM, Compressor
-from memtrain.compressors.registry import check_role
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import cuda_graph, uploads
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
 from memtrain.optim.states.shards import local, wait_for_part
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
-from memtrain.optim.wrappers.accumulate import BUFFER, GradientSums
+from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward
 from memtrain.optim.wrappers.buckets import hook_buckets
 from memtrain.optim.wrappers.late_norms import LateNorm
@@ -104,7 +102,6 @@ class ReleaseGradients(OptimizerWrapper):
             when the step ends; a fused optimizer's kernels read each where it lies, before they
             update. Other optimizers cannot: the host waits for each of their gradients.
         accumulate: Backward passes that make a step.
-        sums: The compressor of gradients that are added up.
         seed: Feeds the stochastic rounding of sums.
 
     Raises:
@@ -131,7 +128,7 @@ class ReleaseGradients(OptimizerWrapper):
     # GradScaler then leaves gradients alone and hands over what it found: see `refuse_scaler`.
     _step_supports_amp_scaling = True
 
-    def __init__(  # noqa: PLR0913 - each is an option of `release` in configs
+    def __init__(
         self,
         inner: Optimizer,
         *,
@@ -140,14 +137,12 @@ class ReleaseGradients(OptimizerWrapper):
         loss_scale: float = 1.0,
         skip_nonfinite: bool = True,
         accumulate: int = 1,
-        sums: Compressor = BUFFER,
         seed: int = 0,
     ) -> None:
         check_options(clip, limit, loss_scale, accumulate)
-        check_role(sums, GRADIENT_SUM)
         self.clip, self.limit, self.loss_scale = clip, limit, loss_scale
         self.skip_nonfinite, self.accumulate = skip_nonfinite, accumulate
-        self._sums = GradientSums(accumulate, seed, sums)
+        self._sums = GradientSums(accumulate, seed)
         self.norm: float | None = None
         """Global norm of the last whole step's gradients, before clipping; None if not measured."""
         self.skipped = 0
@@ -295,7 +290,7 @@ class ReleaseGradients(OptimizerWrapper):
         """Restore what `own_state` returned, or start anew."""
         given = own.get("gradients", {"norm": None, "skipped": 0})
         self.norm, self.skipped = given["norm"], int(given["skipped"])
-        self._sums = GradientSums(self.accumulate, self._sums.seed, self._sums.compressor)
+        self._sums = GradientSums(self.accumulate, self._sums.seed)
         self._sums.steps = int(given.get("steps", 0))
         self.forget_step()
 
