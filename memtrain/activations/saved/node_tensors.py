@@ -25,15 +25,17 @@ def nodes_since(mark: int, results: Sequence[Any]) -> list[Any]:
         mark: The number of the first node that counts.
         results: Of the op.
     """
-    nodes = [x.grad_fn for x in results if isinstance(x, Tensor) and x.grad_fn is not None]
+    nodes = [x.grad_fn for x in results if isinstance(x, Tensor)]
     new: dict[int, Any] = {}
     while nodes:
         node = nodes.pop()
+        if node is None:
+            continue
         number = node._sequence_nr()
         if mark <= number != LEAF and number not in new:
             new[number] = node
-            nodes += [above for above, _ in node.next_functions if above is not None]
-    return [new[number] for number in sorted(new)]
+            nodes += [above for above, _ in node.next_functions]
+    return [*new.values()] if len(new) < 2 else [new[number] for number in sorted(new)]
 
 
 @lru_cache(maxsize=4096)

@@ -59,11 +59,9 @@ class Readers:
     """
 
     def __init__(self) -> None:
-        self._results: dict[int, _Result] = {}
+        self.results: dict[int, _Result] = {}
+        """Results, by the numbers of the nodes that give them or a copy of their elements."""
         self._allowed: list[_Result] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._results)
 
     def add(
         self,
@@ -82,7 +80,7 @@ class Readers:
             readers: Nodes of the ops that may read a compressed result.
             save: Compresses the result, or keeps it.
         """
-        self._results[node._sequence_nr()] = _Result(x, storage, readers, save)
+        self.results[node._sequence_nr()] = _Result(x, storage, readers, save)
 
     def visit(self, node: Any, *, copies: bool = False) -> None:
         """See what a node reads.
@@ -91,17 +89,15 @@ class Readers:
             node: Made after those that it reads.
             copies: Whether its output has its input's elements, times one number, or 0.
         """
-        if not self._results:
-            return
         kind = type(node)
         for above, _ in node.next_functions:
-            found = None if above is None else self._results.get(above._sequence_nr())
+            found = None if above is None else self.results.get(above._sequence_nr())
             if found is None:
                 continue
             if kind in VIEWS or (
                 (copies or kind in SAME_VALUES or _scales(node)) and not found.is_saved
             ):
-                self._results[node._sequence_nr()] = found
+                self.results[node._sequence_nr()] = found
             elif kind not in found.readers:
                 found.save(compress=False)
             elif found.has_copies:
@@ -115,11 +111,9 @@ class Readers:
         Args:
             results: Of the op.
         """
-        if not self._results:
-            return
         for x in results:
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                found, number = self._results.get(x.grad_fn._sequence_nr()), storage_id(x)
+                found, number = self.results.get(x.grad_fn._sequence_nr()), storage_id(x)
                 if found is not None and number >= 0 and number != found.number:
                     found.copies.append(StorageWeakRef(x.untyped_storage()))
         for found in self._allowed:
@@ -131,10 +125,10 @@ class Readers:
         """Compress the results whose readers all allow it; keep those that nothing has read."""
         for found in self._allowed:
             found.save(compress=True)
-        for found in self._results.values():
+        for found in self.results.values():
             if not found.is_saved:
                 found.save(compress=False)
-        self._results, self._allowed = {}, []
+        self.results, self._allowed = {}, []
 
 
 def _scales(node: Any) -> bool:

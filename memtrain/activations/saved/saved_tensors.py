@@ -176,16 +176,19 @@ class SavedTensors:
         if not torch.is_grad_enabled():
             return  # no node is made, and to ask a view for its node may raise
         results = (result,) if isinstance(result, Tensor) else result
-        if not isinstance(results, tuple | list) or (hooked and not self.readers):
+        waiting = self.readers.results
+        if not isinstance(results, tuple | list) or (hooked and not waiting):
             if hooked:
                 self.skip()
             return
         new = node_tensors.nodes_since(self._mark, results)
         for node in new:
-            self.readers.visit(node)
+            if waiting:
+                self.readers.visit(node)
             if not hooked:
                 self._visit(node, function, module)
-        self.readers.seen(results)
+        if waiting:
+            self.readers.seen(results)
         if new or hooked:
             self._mark = _get_sequence_nr()
 
@@ -217,7 +220,7 @@ class SavedTensors:
         """Save in bits what attention makes of a mask of bools, or multiplies probabilities by."""
         bias = name in known_ops.MASKS and self.bool_mask
         factor = name == "other" and type(node) in known_ops.MULTIPLIES and x.is_cpu
-        if x.requires_grad or foreign(x) or not (bias or factor):
+        if not (bias or factor) or x.requires_grad or foreign(x):
             return False
         storage, chosen = self.store.get(storage_id(x)), self.choose(site)
         kept = x.numel() < max(1, self.min_elements) or (storage is not None and storage.is_kept)
@@ -267,8 +270,6 @@ class SavedTensors:
         if self.records is not None:
             self.records.add(x, site, planned, name, *others)
 
-    # -- one saved tensor -----------------------------------------------------------------------
-
     def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor) -> None:
         """Compress a saved tensor where a rule says so and nothing speaks against it."""
         number = storage_id(x)
@@ -290,8 +291,7 @@ class SavedTensors:
             self._register(node, saved.attribute, handle, x, site)
             self._record(x, site, 0, "", NOT_READ, handle)
             return
-        claimed = chosen != NO_RULE
-        exact = self._exact(x, claimed=claimed)
+        exact = self._exact(x, claimed=chosen != NO_RULE)
         chosen = exact or chosen
         if isinstance(chosen, Keep) or chosen.is_identity:
             self._keep(x, site, chosen, node, saved.attribute)
@@ -374,18 +374,18 @@ class SavedTensors:
         base = x if x._base is None else x._base
         if number in self._parameters or (chosen == WEIGHT and base.is_leaf):
             return  # no bytes of the forward's
-        reason = chosen if isinstance(chosen, str) else getattr(chosen, "reason", "")
-        name = "" if reason else repr(chosen)
-        storage, nbytes = self.store.of(x, number), x.untyped_storage().nbytes()
-        if storage.is_kept:
-            self._record(x, site, 0, name, reason)
-        elif attribute and x.numel() < self.min_elements and nbytes > 2 * x.nbytes:
-            copy = Kept(x, x.detach().clone())
-            self._register(node, attribute, copy, x, site)
-            self._record(x, site, x.nbytes, name, reason, copy)
-        else:
-            storage.keep(x.detach())
-            self._record(x, site, nbytes, name, reason)
+        storage, copy, planned = self.store.of(x, number), None, 0
+        if not storage.is_kept:
+            planned, small = x.untyped_storage().nbytes(), x.numel() < self.min_elements
+            if attribute and small and planned > 2 * x.nbytes:
+                copy, planned = Kept(x, x.detach().clone()), x.nbytes
+                self._register(node, attribute, copy, x, site)
+            else:
+                storage.keep(x.detach())
+        if self.records is not None:
+            reason = chosen if isinstance(chosen, str) else getattr(chosen, "reason", "")
+            name = "" if reason else repr(chosen)
+            self.records.add(x, site, planned, name, reason, copy)
 
     def replaced(self, site: Site, x: Tensor, result: Any) -> None:
         """Note an op that saved payloads itself.
@@ -403,7 +403,7 @@ class SavedTensors:
             node = node.next_functions[0][0] if node.next_functions else None
         if node is None or node._sequence_nr() < self._mark:  # of an earlier op
             return
-        for one in (node, *reversed(above)):
+        for one in (node, *reversed(above)) if self.readers.results else ():
             self.readers.visit(one, copies=one is not node or site.op == "dropout")
         self.readers.seen((y,))
         self.is_lossy = self.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
