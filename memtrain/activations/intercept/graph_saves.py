@@ -154,9 +154,9 @@ class GraphSaves:
         if sites.checkpointed(node):
             place = Site(places[0].module, RECOMPUTE, "input")
             return place, CHECKPOINT_INPUT
-        jumps = any(use.jumps for use in uses)
+        wide = any(use.jumps for use in uses) or sites.is_chained(node)
         limit = sites.limit(node)
-        options = [(place, _fit(saved.choose(place), x, limit, jumps=jumps)) for place in places]
+        options = [(place, _fit(saved.choose(place), x, limit, wide=wide)) for place in places]
         place, chosen = max(options, key=lambda option: _strictness(option[1], x))
         if not isinstance(chosen, Keep) and all(one.op in LOG_PROBABILITIES for one in places):
             chosen = of_logarithms(chosen)  # what reads the values themselves has them whole
@@ -182,7 +182,7 @@ class GraphSaves:
         self.records.append(Record(site, shape, dtype, nbytes, held, compressor, reason, number))
 
 
-def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool) -> Any:
+def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, wide: bool) -> Any:
     """The compressor for this dtype, where what reads the tensor computes it again too."""
     if isinstance(chosen, Keep) or chosen.is_identity:
         return chosen
@@ -194,7 +194,7 @@ def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, jumps: bool
     if isinstance(chosen, Host):
         return HOST
     chosen = chosen.for_saved(x.shape)
-    if jumps and isinstance(chosen.bits, int) and chosen.bits < 8:
+    if wide and isinstance(chosen.bits, int) and chosen.bits < 8:
         chosen = chosen.with_width(8)
     return chosen
 

@@ -146,6 +146,7 @@ class GraphSites:
     ) -> None:
         self.modules, self.root, self.sharded = modules, root, sharded
         self._placed = {node.name: node for node in backward.nodes if node.op == "placeholder"}
+        self._order = {node: index for index, node in enumerate(backward.nodes)}
         self._ops: dict[int, list[Node]] = {}
         for node in forward.nodes:
             if node.op == "call_function" and "seq_nr" in node.meta:
@@ -172,21 +173,49 @@ class GraphSites:
         Args:
             saved: Of the forward.
         """
-        found: dict[Use, None] = {}
+        return list(
+            dict.fromkeys(
+                self._use(reader, reader.meta["fwd_source_fn_stack"], saved)
+                for reader in self._readers(saved)
+            )
+        )
+
+    def _readers(self, saved: Node) -> dict[Node, None]:
+        """Nodes of the backward that read the tensor, or what is recomputed of the tensor."""
         start = self._placed.get(saved.name)
-        readers = [] if start is None else [*start.users]
-        waiting, seen = [*readers], set[Node]()
+        waiting, seen = [] if start is None else [*start.users], set[Node]()
+        found: dict[Node, None] = {}
         while waiting:
             user = waiting.pop(0)
             if user.op == "output" or user in seen:
                 continue
-            stack = user.meta.get("fwd_source_fn_stack")
-            if stack:
-                found[self._use(user, stack, saved)] = None
+            if user.meta.get("fwd_source_fn_stack"):
+                found[user] = None
             else:  # part of the forward that runs again
                 seen.add(user)
                 waiting += user.users
-        return list(found)
+        return found
+
+    def is_chained(self, saved: Node) -> bool:
+        """Whether one gradient is multiplied by the tensor in the backward of two ops.
+
+        The errors of the two factors are equal, so that the product is biased (`flows_into`).
+        """
+        readers = self._readers(saved)
+        if len({reader.meta.get("seq_nr") for reader in readers}) < 2:
+            return False
+        last = max(readers, key=lambda reader: self._order.get(reader, 0))
+        for reader in readers:
+            waiting, seen = [*reader.users], set[Node]()
+            while waiting:
+                user = waiting.pop()
+                if user in seen or self._order.get(user, 0) > self._order.get(last, 0):
+                    continue
+                if user in readers and user.meta.get("seq_nr") != reader.meta.get("seq_nr"):
+                    return True
+                seen.add(user)
+                waiting += user.users
+        return False
 
     def site(self, saved: Node) -> Site:
         """A name for a tensor of which no use is known: that of the op that made it."""

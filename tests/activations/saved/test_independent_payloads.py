@@ -75,6 +75,22 @@ def test_a_tensor_that_multiplies_twice_has_an_unbiased_gradient(seed):
     assert right, found
 
 
+class Cube(nn.Linear):
+    def forward(self, x):
+        h = super().forward(x)
+        return h * h * h
+
+
+def test_a_compiled_tensor_that_multiplies_twice_has_an_unbiased_gradient():
+    torch.manual_seed(0)
+    model, x = Cube(32, 32), torch.randn(32, 32)
+    exact = flat(parameter_gradients(twin(model), x).grads)
+    mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
+    mine.compile(backend="aot_eager")
+    right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)
+    assert right, found
+
+
 class QueryKeyNorm(nn.Module):
     """Attention whose queries and keys are outputs of norms."""
 
