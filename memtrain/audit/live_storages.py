@@ -87,11 +87,6 @@ class LiveStorages(TorchDispatchMode):
         self._sweep()
         return sum(size for key, size in self._sizes.items() if key not in left_out)
 
-    def sizes(self) -> list[int]:
-        """Bytes of each storage alive now, largest first."""
-        self._sweep()
-        return sorted(self._sizes.values(), reverse=True)
-
     @property
     def peak_nbytes(self) -> int:
         """The most bytes alive after any op; needs `peak=True`.

@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.graph import Node
 
 
 def weight_tensors(model: nn.Module) -> list[Tensor]:
@@ -44,30 +43,6 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     left_out = {t.untyped_storage()._cdata for t in [*parameters, *others]}
     found = _tensors(vars(optimizer), set())
     return [t for t in found if t.untyped_storage()._cdata not in left_out]
-
-
-def graph_nodes(output: Tensor) -> list[Node]:
-    """Every node of the graph that an output's backward would run, each once.
-
-    Args:
-        output: A tensor; one without a graph has none.
-
-    Returns:
-        Nodes, the output's own first. Those of compiled functions and of Python's have
-        `saved_tensors`, which with `storage_nbytes` tell the bytes that they hold.
-
-    Example:
-        >>> x = torch.ones(2, requires_grad=True)
-        >>> [node.name() for node in graph_nodes((x * x).sum())]
-        ['SumBackward0', 'MulBackward0', 'torch::autograd::AccumulateGrad']
-    """
-    nodes, waiting = {}, [output.grad_fn]
-    while waiting:
-        node = waiting.pop()
-        if node is not None and node not in nodes:
-            nodes[node] = None
-            waiting += [above for above, _ in node.next_functions]
-    return list(nodes)
 
 
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:

@@ -266,20 +266,14 @@ class Plan:
         partial.replace(path)
 
     def listing(self) -> str:
-        """Return YAML: each site's compressor, or `keep` with the reason; rules without a match."""
+        """Return YAML: each site's compressor, or why it is kept; exceptions without a match."""
         tree: dict[str, dict[str, str]] = {}
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
             tree.setdefault(entry.kind, {})[entry.site] = what
-        unused = {
-            "activations": self.activation_rules.unused(),
-            "optim": self.state_rules.unused(),
-            "recompute": [NO_BLOCKS] if self.no_blocks else [],
-        }
-        for part, rules in unused.items():
-            if rules:
-                tree.setdefault("matched nothing", {})[part] = "; ".join(rules)
-        return OmegaConf.to_yaml(OmegaConf.create(tree))
+        idle = [*self.idle_exceptions(), *([NO_BLOCKS] if self.no_blocks else [])]
+        lists = {"matched nothing": idle} if idle else {}
+        return OmegaConf.to_yaml(OmegaConf.create({**tree, **lists}))
 
     def __str__(self) -> str:
         """Return a short table: bytes without and with the plan, activations first."""

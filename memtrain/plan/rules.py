@@ -56,7 +56,6 @@ class Rules:
             for site, what in (sites or {}).items()
         }
         given = (*exceptions, *rules)
-        self._texts = [", ".join(str(getattr(rule, name)) for name in names) for rule in given]
         self._rules = [
             (
                 tuple(expand(str(getattr(rule, name))) for name in names),
@@ -101,11 +100,6 @@ class Rules:
         for chosen in self.compressors():
             if not isinstance(chosen, Keep):
                 check_role(chosen, role)
-
-    def unused(self) -> list[str]:
-        """Return the patterns of the rules that have matched no site so far."""
-        won = set(self._first.values())
-        return [text for index, text in enumerate(self._texts) if index not in won]
 
     def idle_exceptions(self) -> list[str]:
         """Return the user's rules that have won at no site so far, such as `2: op=gelo`."""

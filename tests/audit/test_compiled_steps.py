@@ -12,10 +12,10 @@ from torch._dynamo.backends.debugging import boxed_nop
 import memtrain
 from memtrain.audit import audit
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
 from memtrain.planner import fit
+from tests.graphs import graph_nodes
 
 # inductor's partition of a graph, run op by op: nothing is generated
 BACKEND = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)

@@ -13,7 +13,6 @@ from rich.console import Console
 
 import memtrain
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
 from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.report import CATEGORIES, KeptTensors, Report, Row
 from memtrain.cli.models.build_model import build
@@ -23,6 +22,7 @@ from memtrain.cli.render.data_files import as_json
 from memtrain.cli.render.outcome import Outcome
 from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main, write
+from tests.graphs import graph_nodes
 
 
 @pytest.fixture(autouse=True)

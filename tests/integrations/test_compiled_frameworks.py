@@ -10,10 +10,10 @@ from torch._dynamo.utils import counters
 
 import memtrain
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
 from memtrain.integrations import accelerate as own_accelerate
 from memtrain.integrations.lightning import memtrain_callback
 from memtrain.integrations.transformers import memtrain_trainer
+from tests.graphs import graph_nodes
 
 BACKEND = "aot_eager"  # of those that accelerate takes, one that generates no code
 STEPS, ROWS, WIDTH = 3, 32, 64

@@ -14,7 +14,7 @@ from torch._dynamo.utils import counters
 
 import memtrain
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
+from tests.graphs import graph_nodes
 
 
 class Block(nn.Module):

@@ -25,8 +25,8 @@ import memtrain
 from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import compiler_internals
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import COMPRESSORS, Group, Integers
+from tests.graphs import graph_nodes
 
 # inductor's partition of a graph, run op by op: nothing is generated
 BACKEND = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)

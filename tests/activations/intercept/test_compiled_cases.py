@@ -19,8 +19,8 @@ import memtrain
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.site import UNKNOWN_READER
 from memtrain.audit.live_storages import storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
 from memtrain.compressors import Group, Host, Key
+from tests.graphs import graph_nodes
 
 BACKEND = "aot_eager_decomp_partition"  # generates no code
 pytestmark = [
@@ -187,6 +187,7 @@ def process(preset, model, caches):
     """Compile a model in a process of its own, and give what it says of that."""
     script = str(Path(__file__).with_name("compiled_process.py"))
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(caches), "OMP_NUM_THREADS": "1"}
+    environment["PYTHONPATH"] = str(Path(__file__).parents[3])
     done = subprocess.run(
         [sys.executable, script, preset, model], env=environment, capture_output=True, timeout=900
     )
