@@ -53,11 +53,6 @@ def is_lossy(compressor: Compressor) -> bool:
     return not compressor.is_identity
 
 
-def has_width(compressor: Compressor) -> bool:
-    """Whether it is a derivative code, whose bits serve, or min/max groups."""
-    return compressor.gives_derivative or compressor.group_codes(Key()) is not None
-
-
 def as_autocast(
     function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor, *others: Tensor | None
 ) -> list[Any]:
