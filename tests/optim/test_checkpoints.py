@@ -427,3 +427,20 @@ def test_an_optimizer_whose_states_all_stay_whole_warns_once_after_its_first_ste
         train(torch.optim.Adadelta, {"optim": {"rules": rules}})
         train(torch.optim.Adadelta, "exact")
         train(torch.optim.AdamW)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_a_distributed_checkpoint_of_a_state_dict_keeps_the_first_count_of_steps(tmp_path):
+    from torch.distributed import checkpoint
+
+    first, second = (AdamW4bit([nn.Parameter(torch.ones(64, 128))]) for _ in range(2))
+    for optimizer, count in ((first, 3), (second, 1)):
+        for _ in range(count):
+            for param in optimizer.param_groups[0]["params"]:
+                param.grad = torch.ones_like(param)
+            optimizer.step()
+    checkpoint.save({"optim": first.state_dict()}, checkpoint_id=tmp_path)
+    target = {"optim": second.state_dict()}
+    checkpoint.load(target, checkpoint_id=tmp_path)
+    second.load_state_dict(target["optim"])
+    assert [float(state["step"]) for state in second.state.values()] == [3.0]

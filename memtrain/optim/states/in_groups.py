@@ -94,12 +94,16 @@ def unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
         {'state': {0: {'step': tensor(3.)}}}
     """
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    states = dict(state_dict["state"])
+    # torch.distributed.checkpoint loads bytes under the number's text, beside the old count.
+    for text in [n for n in states if isinstance(n, str) and n.isdigit() and int(n) in states]:
+        states[int(text)] = {**states[int(text)], **states.pop(text)}
     found = {
         number: {
             **state,
             "step": torch.tensor(float(state["step"].removeprefix(_MARK)), dtype=dtype),
         }
-        for number, state in state_dict["state"].items()
+        for number, state in states.items()
         if isinstance(state, dict) and isinstance(state.get("step"), bytes)
     }
-    return {**state_dict, "state": {**state_dict["state"], **found}}
+    return {**state_dict, "state": {**states, **found}}
