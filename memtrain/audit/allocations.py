@@ -119,7 +119,7 @@ def cpu_allocations() -> Iterator[Callable[[], list[tuple[str, int]]]]:
         _stop()
 
 
-# torch.profiler would tell the same with an entry in a trace for each, and prints lines of its own
+# torch.profiler records the same, but with a trace entry for each, and prints lines of its own
 
 
 def _start() -> None:

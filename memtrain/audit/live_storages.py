@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 
 class LiveStorages(TorchDispatchMode):
-    """Registers every storage created inside a `with` block and tells the bytes still alive.
+    """Registers every storage created inside a `with` block and counts the bytes still alive.
 
     A storage counts once, however many views share it, at its present size, also after a resize,
     until its last owner lets go; the meter itself keeps nothing alive. It sits below autograd and
-    saved-tensor hooks, so it treats plain and wrapped models alike, and it goes on counting after
+    saved-tensor hooks, so plain and wrapped models count the same, and it goes on counting after
     the block has ended (but registers no more). What an op allocates inside itself and frees before
     it returns is not seen; nor are tensors of opaque layouts. It sees fake and meta tensors at
     their nominal size.

@@ -79,7 +79,7 @@ class Total:
     planned: int
     """Bytes with the plan."""
     unknown: str = ""
-    """Why bytes are missing, if some could not be told."""
+    """Why bytes are missing, if some are unknown."""
 
     @property
     def ratio(self) -> float | None:
@@ -128,7 +128,7 @@ class Report:
     loss: bool
     """Whether the batch brings labels, so that the loss's saved tensors are counted."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Kind -> why its bytes could not be told."""
+    """Kind -> why its bytes are unknown."""
     host: Mapping[str, int] = field(default_factory=dict)
     """Category -> bytes in host memory with the plan, which no row and no timeline of a device
     counts; only with `optim.device=cpu`."""
@@ -202,7 +202,7 @@ def audit(
     own first step on tensors of no bytes. Rows and totals leave out temporaries and what a
     backward allocates (timelines do not), and the loss if the model does not compute it.
 
-    What of the model is compiled is compiled for copies, and told as its graphs hold it.
+    Compiled parts are recompiled on copies, and the report counts what their graphs keep.
 
     Args:
         model: Real, on the meta device, or built under a `FakeTensorMode`; it is not changed.

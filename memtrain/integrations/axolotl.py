@@ -26,7 +26,7 @@ class MemtrainPlugin(_BasePlugin):
     memtrain_config: Any = None
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Read and check the key `memtrain`, and tell it.
+        """Read, check and log the key `memtrain`.
 
         Args:
             cfg: axolotl's config, as written.

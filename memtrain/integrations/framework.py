@@ -1,4 +1,4 @@
-"""A config that does what a training framework was told to do with gradients."""
+"""A config with the gradient clipping and accumulation of a training framework."""
 
 import logging
 from dataclasses import replace
@@ -52,7 +52,7 @@ def for_framework(
     accumulate: int = 1,
     owner: str = "the framework",
 ) -> Any:
-    """A config whose released gradients are clipped and added up as a framework was told to.
+    """Return a config that clips and adds up released gradients as the framework would.
 
     A framework does both between backward and step, when released gradients are gone. Clipping by
     the global norm becomes `release.clip=previous`, by the norm of the step before, since no step's

@@ -18,7 +18,7 @@ class MemoryLog:
 
     A plain loop calls `measure` and logs what it returns. `follow` lets transformers' Trainer log
     it with each of its own logs, and `callback` is for Lightning: both reach tensorboard, wandb or
-    whatever the framework was told to report to.
+    whatever the framework reports to.
 
     Args:
         predicted: The predicted peak in bytes, from before `wrap`:

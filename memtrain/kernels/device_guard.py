@@ -55,9 +55,9 @@ def launch_again(
     options: Mapping[str, Any],
     device: int,
 ) -> None:
-    """Launch by what was compiled for arguments alike.
+    """Launch the binary that was compiled for this signature.
 
-    Triton's own launch finds that by more questions, which take twice the host's time
+    Triton's own launch finds it with more checks, which take twice the host's time
     (`benchmarks/results/launch.csv`).
 
     Args:
@@ -68,7 +68,7 @@ def launch_again(
         device: Number of the current device: of what was compiled each has its own.
 
     Raises:
-        TypeError: If a constant is among the arguments, whose values do not tell binaries apart.
+        TypeError: If a constant is among the arguments, whose values do not select a binary.
     """
     form = [id(kernel), device, *options, *options.values()]
     for x in arguments:  # a binary is for types, whole addresses, and integers of these kinds

@@ -36,8 +36,8 @@ class _Simulation(threading.local):
 
 simulation = _Simulation()
 """`device`: the type of the device of the step that this thread simulates now; `on_host`: whether
-what runs now is work of the host beside it, on tensors in its own memory; `leaving`: what a device
-would still hold for copies to the host, until the outermost block of `simulating` ends."""
+what runs now is work of the host beside it, on tensors in its own memory; `leaving`: tensors whose
+copy to the host is in flight, until the outermost block of `simulating` ends."""
 
 
 @contextmanager
@@ -100,10 +100,10 @@ def simulating(device: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def host_work(on_host: bool = True) -> Iterator[None]:
-    """Tell that what is allocated inside the block lies in host memory, wherever a device is.
+    """Count what is allocated inside the block as host memory.
 
     Args:
-        on_host: Or that it does not: what the host's work calls back.
+        on_host: False for what the host's work calls back.
     """
     before, simulation.on_host = simulation.on_host, on_host
     try:
@@ -153,7 +153,7 @@ def choose(x: Tensor) -> str:
 
 
 def backend_of(x: Tensor) -> str:
-    """The backend that serves a call on what `x` stands for, which `choose` tells of `x` itself.
+    """Return the backend for a call on what `x` stands for; `choose` returns that of `x` itself.
 
     Args:
         x: The call's main tensor, perhaps of a simulated step.
@@ -253,7 +253,7 @@ def register(
         inside: Bytes that the implementation holds on the CPU while it runs, and then frees, given
             its arguments; without it: none to speak of. Predicted peaks count them.
         inside_cuda: The same of its Triton form.
-        tags: What compilers are told of it.
+        tags: Torch's tags of the op, for compilers.
 
     Returns:
         The callable op.

@@ -1,4 +1,4 @@
-"""Device memory that is being copied to the host, and when it may be given away."""
+"""Device memory that is being copied to the host, and when it may be reused."""
 
 from collections import deque
 from typing import Any
@@ -34,13 +34,13 @@ class Leaving:
             self._release()
 
     def clear(self) -> None:
-        """Give all of it away."""
+        """Release all of it."""
         while self._held:
             self._release()
 
     def _release(self) -> None:
         try:
             stream, copied, _ = self._held.popleft()
-        except IndexError:  # another thread, in its backward or step, has just given it away
+        except IndexError:  # another thread, in its backward or step, has just released it
             return
         stream.wait_event(copied)

@@ -34,8 +34,8 @@ def compress(
 
     A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused form (`AdamW4bit`; with choices of
     8 bits `AdamW8bit`) where each parameter's choice has a fused kernel, or has none but for its
-    shape (a weight too small for factors, beside 8 bits, is stepped apart); everything else, and
-    options that the fused ones lack (amsgrad), becomes a `CompressedOptimizer`. The list of
+    shape (a weight too small for factors, beside 8 bits, is stepped separately); everything else,
+    and options that the fused ones lack (amsgrad), becomes a `CompressedOptimizer`. The list of
     parameter groups is shared with the original, so LR schedulers made before keep working. Keep
     using the returned optimizer; `restore` gives the original back.
 
@@ -100,7 +100,7 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
         decided = [layout.decide(param, choose, name) for name in four.names]
         compressors = [compressor for compressor, _ in decided]
         # Where a shape rules the chosen one out, what serves instead may have no kernel beside the
-        # other state: such a parameter is stepped apart, and its neighbours keep their kernels.
+        # other state: such a parameter is stepped separately; others keep their kernels.
         apart = any(why and not compressor.is_identity for compressor, why in decided)
         apart = apart and not any(compressor.fused_only for compressor in compressors)
         if four.codecs(compressors) is None and not apart:

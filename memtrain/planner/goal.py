@@ -17,13 +17,13 @@ ALLOWED = ("quantise", "recompute", "release", "weights")
 """Compress saved tensors and optimizer states; recompute blocks; release gradients inside the
 backward; keep weights in two bytes, with a correction or rounded stochastically."""
 Told = Callable[[str, int, int], None]
-"""Is told a stage of the planning, and how many of how many of its parts begin: 0 of 0 where they
-are not counted."""
+"""Called with a stage of the planning, the number of the part that begins, and the number of parts
+(both 0 if they are not counted)."""
 Objective = Literal["time", "error"]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Tell no one."""
+    """Report nothing."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +101,7 @@ class Fit:
         return self.seconds / self.plain_seconds - 1
 
     def rows(self) -> list[tuple[str, str]]:
-        """Tell what is promised and what was chosen: a name, and a line about it."""
+        """Return what is promised and what was chosen: a name, and a line about it."""
         config = self.plan.config
         chosen = ", ".join(f"{count} {_named(option)}" for option, count in self.chosen.items())
         kept = f"weights: {config.weights}; gradients: {config.gradients}"

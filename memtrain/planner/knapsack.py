@@ -224,7 +224,7 @@ def thinned(plans: Sequence[T], size: Callable[[T], float], count: int) -> list[
     Args:
         plans: Each smaller than the one before.
         size: Of a plan.
-        count: Of ranges of sizes to tell apart.
+        count: Number of size ranges to distinguish.
 
     Returns:
         At most `count` + 1 plans, the first and the last among them.

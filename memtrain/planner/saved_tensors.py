@@ -75,7 +75,7 @@ def saved_items(
         model: Real or fake; not changed.
         batch: What it is called with.
         quantise: Whether there are other schemes than `keep`.
-        told: Is told each forward.
+        told: Called with each forward.
 
     Returns:
         Items in the order of the forward.
@@ -136,7 +136,7 @@ def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int])
 def _traces(
     plans: Sequence[Plan], model: nn.Module, batch: Any, told: Told = silent
 ) -> list[_Trace]:
-    """Trace a forward under each plan; plans that choose alike have one trace."""
+    """Trace a forward under each plan; plans with the same choices share a trace."""
     known: list[tuple[dict[Site, Compressor | Keep], _Trace]] = []
     found: list[_Trace] = []
     for place, plan in enumerate(plans, 1):

@@ -28,7 +28,7 @@ STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
 _NARROW = {"name": "group", "group_size": 128}
 _WIDE = {"name": "group", "bits": 8}
 _HALF = {"name": "float", "format": "bf16"}
-_EXACT_CODES = (  # one bit tells these derivatives exactly; masks and argmax indices are integers
+_EXACT_CODES = (  # one bit stores these derivatives exactly; masks and argmax indices are integers
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
     ActivationRule(op="dropout|*max_pool*", compressor=_WIDE),
 )

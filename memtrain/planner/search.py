@@ -36,7 +36,7 @@ from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search_space import SearchSpace, gather
 
 PLANS = 256
-"""Of the trade between the objective and the peak, so many plans are told apart."""
+"""How many plans of the trade between the objective and the peak are distinguished."""
 ROOM = 0.95
 """A smaller batch is advised that takes this share of the budget: it gets another plan."""
 TEMPORARIES = 0.9
@@ -135,7 +135,7 @@ def fit(
             `gradients` hold; its rules do not. With `optim.device=cpu` states take none of the
             budget where the step is CUDA's, and time on the bus and in the host.
         goal: What is allowed, and what for.
-        told: Is told each stage, and how much of it is done.
+        told: Called with each stage, and how much of it is done.
 
     Returns:
         The plan, the promised peak, step time and error.

@@ -51,7 +51,7 @@ def gather(
         config: Its exceptions hold under every scheme; its rules do not.
         batch: What the model is called with.
         goal: Whether it allows `quantise` and `recompute`; its rates, and its step's options.
-        told: Is told each forward.
+        told: Called with each forward.
 
     Returns:
         Segments in the order of the forward.

@@ -29,8 +29,8 @@ class LossScaler:
 
     A gradient that reaches a parameter without passing an output (a penalty on the weights) never
     carries the scale. At the end of each backward pass through an output, overflows are counted:
-    activations and weights may be promoted, the scale may change; under DistributedDataParallel, of
-    all processes alike. A step whose gradients overflowed is skipped.
+    activations and weights may be promoted, the scale may change; under DistributedDataParallel,
+    equally in all processes. A step whose gradients overflowed is skipped.
 
     Args:
         state: Holds the scale, and is updated after every backward pass.
@@ -182,7 +182,7 @@ class LossScaler:
         self.state.promote({name: count / numel for name, (count, numel) in shares.items()})
         if not self.state.scale.active:
             return
-        # A loss that is not finite is the user's: no scale would mend it.
+        # A loss that is not finite is the user's: no scale would fix it.
         overflow = overflow and not bad_loss
         self.overflowed |= overflow
         self.state.scale.update(overflow=overflow)

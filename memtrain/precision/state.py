@@ -149,7 +149,7 @@ class PrecisionState:
     def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
         """Give the seed of stochastic rounding to `form`: another one in each gradient computation.
 
-        Forwards of one computation draw alike, so that a recomputation rounds as the first time;
+        Forwards of one computation draw the same, so a recomputation rounds as the first time;
         ranks differ, but for weights, which are replicated.
         """
         if form is None or form.rounding != "stochastic":

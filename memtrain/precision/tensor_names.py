@@ -109,7 +109,7 @@ class TensorNames:
         self._names[storage_id(x)] = (StorageWeakRef(x.untyped_storage()), name)
 
     def forget(self, x: Tensor) -> None:
-        """Take the name of the storage of `x` away."""
+        """Remove the name of the storage of `x`."""
         self._names.pop(storage_id(x), None)
 
     def _copy_name(self, y: Tensor, x: Tensor) -> None:

@@ -166,7 +166,7 @@ def _piece(x: Tensor) -> int:
 
 
 def _differing(count: int) -> Sequence[int]:
-    """Pieces that are worked on: without data all are alike but the first and the last two."""
+    """Return the pieces to compute: without data, all but the first and the last two are equal."""
     return [0, *range(max(1, count - 2), count)] if is_simulated() else range(count)
 
 

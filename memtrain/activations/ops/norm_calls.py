@@ -24,7 +24,7 @@ _NORMS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 NAMES = tuple(_NORMS)
 FEW = 19
 """Values of a channel up to which batch and instance norms are ops of their own in rules,
-`small_batch_norm` and `small_instance_norm`. Their backward takes two of N directions away: noise
+`small_batch_norm` and `small_instance_norm`. Their backward removes two of N directions: noise
 of variance v in x_hat is 2 v / (N - 2) of the squared gradient that is left, where that is random.
 With 4 bits in groups of 128, v = 0.02, two norms lose more than the 4-bit codes of the hardswish
 between them (0.0047) up to N = 19; with 6 bits, v = 0.0011, from N = 3 on they lose no more."""

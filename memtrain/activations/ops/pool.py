@@ -15,7 +15,7 @@ from memtrain.compressors import Compressor, Key
 from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 
 NAMES = tuple(f"max_pool{n}d{suffix}" for n in (1, 2, 3) for suffix in ("", "_with_indices"))
-MAX_WINDOW = 256  # elements that a code of 8 bits tells apart
+MAX_WINDOW = 256  # elements that an 8-bit code can index
 _NAMED = ("input", "kernel_size", "stride", "padding", "dilation", "ceil_mode", "return_indices")
 
 

@@ -98,8 +98,8 @@ def compile_alike(model: nn.Module, parts: Mapping[str, Any]) -> None:
         forward = type(module).forward
         own_code = isinstance(forward, types.FunctionType) and "forward" not in vars(module)
         if own_code:
-            # Torch keeps what it compiles by code: a copy of that keeps the original's apart. Its
-            # own code it knows by file, which torch 2.11 compiles nothing of by itself.
+            # Torch caches compiled graphs by code object: a copy has its own cache. Torch 2.11
+            # skips functions in its own files, so `_class_forward` calls those.
             code = _class_forward if forward.__module__.startswith("torch.") else forward
             module.forward = types.MethodType(own.setdefault(forward, _copied(code)), module)
         module.compile(backend=_inductor_graphs if backend == INDUCTOR else backend)
@@ -135,7 +135,7 @@ def _backend_of(compiled: Any) -> Any:
         compilers = dict.fromkeys(("fw_compiler", "bw_compiler"), _op_by_op)
         return type(function)(**{**function.kwargs, **compilers})
     raise ValueError(
-        f"backend {name!r}: what its graphs hold cannot be told before; allowed: "
+        f"backend {name!r}: what its graphs keep cannot be predicted; allowed: "
         f"{', '.join((INDUCTOR, *OP_BY_OP))}, or one that aot_autograd made"
     )
 

@@ -39,7 +39,7 @@ class RealResults(TorchDispatchMode):
 
 
 def as_real(func: Any, args: Any, result: Any) -> Any:
-    """An op's fake result, mended where torch's fake form differs from its kernels.
+    """Return an op's fake result, fixed where torch's fake form differs from its kernels.
 
     oneDNN's LSTM keeps a workspace for its backward, of no bytes in the fake form (torch runs each
     layer and direction of an `nn.LSTM` on the CPU by it, in float32). A norm of 16-bit numbers

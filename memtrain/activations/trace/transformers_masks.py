@@ -68,7 +68,7 @@ def _unpacked(original: Any) -> Callable[..., Any]:
 
 
 def _unpadded(original: Any) -> Callable[..., Any]:
-    """The original function, told of no padding."""
+    """Return the original function, without the padding mask unless compiling."""
 
     def ignore(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
         seen = padding_mask if torch.compiler.is_compiling() else None

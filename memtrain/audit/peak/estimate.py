@@ -89,7 +89,7 @@ def estimate(
         options: Device, autocast, and the loss.
 
     Returns:
-        The estimate; `print` tells it.
+        The estimate; `print` shows it.
 
     Raises:
         ValueError: Without batch and lengths, for lengths or sizes below 1; and as `predict`.

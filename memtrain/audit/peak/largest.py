@@ -23,7 +23,7 @@ GROWTH = 8
 
 @dataclass(frozen=True)
 class Largest:
-    """The size that fits, and the simulated peaks that tell it."""
+    """The size that fits, and the simulated peaks that show it."""
 
     size: int
     """Samples, or tokens a sample; 0 if not even one fits."""

@@ -48,7 +48,7 @@ MEASURE = "measure a real step instead: audit(..., measure=True), or memtrain-re
 
 
 class UnpredictableError(ValueError):
-    """Only data can tell what a step runs: it can be measured."""
+    """What a step runs depends on data: measure the step instead."""
 
 
 def predict(
@@ -58,7 +58,7 @@ def predict(
     cfg: Any = None,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Timeline:
-    """Simulate a training step on fake tensors and tell what is alive at each moment.
+    """Simulate a training step on fake tensors and report what is alive at each moment.
 
     On CUDA torch's caching allocator is simulated too (`allocator`): `Timeline.needed` is what the
     device must have free. Forward, backward and the optimizer's step run under `FakeTensorMode`,
@@ -186,7 +186,7 @@ def explain_fake_errors(model: nn.Module) -> Iterator[None]:
     except DataDependentOutputException as error:
         raise UnpredictableError(
             f"{name} reads a tensor's values ({error.func}), so what it runs depends on data and "
-            f"cannot be told before: {MEASURE}"
+            f"cannot be predicted: {MEASURE}"
         ) from error
     except DynamicOutputShapeException as error:
         raise UnpredictableError(

@@ -76,7 +76,7 @@ def planned(
         config: Whose exceptions and options hold.
         built: Model, optimizer and batch.
         goal: What is asked of the plan.
-        told: Is told each stage.
+        told: Called with each stage.
 
     Returns:
         What the planner found; None without a goal.
@@ -124,13 +124,13 @@ def largest_sizes(
         request: Its `memory`.
         config: The plan.
         options: Of the step.
-        working: Is told what goes on.
+        working: Called with each stage.
 
     Returns:
         `Outcome.sizes`.
 
     Raises:
-        ValueError: For a batch that does not tell its size.
+        ValueError: For a batch of unknown size.
     """
     memory = parse_size(request.memory or 0, "memory")
     model, _, batch = built

@@ -1,11 +1,11 @@
 """A matrix over the magnitudes of its rows and columns, in 2 bits an element: the definition.
 
 An element is `VALUES[code] * scale * (row[i] * col[j])`: the Lloyd-Max quantiser of normal numbers,
-of whatever is left when rows' and columns' own magnitudes are divided out. Which of the two
-magnitudes an element of a block of 128 takes is told by the block's root mean square; the scale is
-the one of least squares for that choice, rounded down. So what comes back is never longer than what
-was given (it is its projection): with the root mean square for a scale, a moment whose elements are
-of one size would come back 1.51 times as large, and grow without end.
+of whatever is left when rows' and columns' own magnitudes are divided out. The root mean
+square of a block of 128 decides which of the two magnitudes an element takes. The scale is the one
+of least squares for that choice, rounded down, so what comes back is never longer than the input
+(it is its projection). With the root mean square for a scale, a moment whose elements are of one
+size would come back 1.51 times as large, and grow without end.
 
 No value is zero, so nothing is stuck at zero either; whoever stores with it must take care of what
 is lost (`step.fused_step` gives it to the weight).
@@ -24,7 +24,7 @@ SMALL, LARGE = VALUES[2:]
 BOUND = ((SMALL + LARGE) / 2) ** 2
 """Times a block's mean square: elements whose squares are larger have the large magnitude."""
 SCALE = torch.bfloat16
-"""Eight bits tell a scale well enough (what it loses is lost with the rest), and none overflows."""
+"""Eight bits are enough for a scale (its error joins the rest), and none overflows."""
 
 
 def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     Args:
         x: Any float type; `len(row) * len(col)` elements, of any shape.
         row: Of rows, float32, at least 0.
-        col: Of columns, alike.
+        col: The same for columns.
 
     Returns:
         codes: uint8, [n_blocks, 32], `x` flattened into blocks as `bits.pack` says.

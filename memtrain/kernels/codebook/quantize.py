@@ -101,7 +101,7 @@ def quantize_matrix(
     Args:
         x: Any float type; `len(row) * len(col)` elements in row-major order, of any shape.
         row: Reciprocals of the rows' scales (`inverse`), float32, 0 where rows have none.
-        col: Reciprocals of the columns' scales, alike.
+        col: The same for columns.
         book: The codebook.
         seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to the
             nearest, ties to the lower index.
@@ -131,7 +131,7 @@ def dequantize_matrix(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -
         codes: uint8, [n_blocks, 128 * bits / 8].
         row: Scales of rows, float32, Inf where rows have none; an element of two scales of which
             one is NaN or Inf takes the other.
-        col: Scales of columns, alike.
+        col: The same for columns.
         book: The codebook.
 
     Returns:

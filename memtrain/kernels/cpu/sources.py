@@ -1,4 +1,4 @@
-"""A digest of the C++ sources: tells whether a library was built of those beside it."""
+"""A digest of the C++ sources, to check that the library was built from them."""
 
 import hashlib
 from pathlib import Path

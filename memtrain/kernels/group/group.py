@@ -56,7 +56,7 @@ def group_quantize(
     finite element has bounds NaN and decodes to NaN. A finite outlier, such as a mask of -1e9, is
     one of the bounds: its group's codes stay unbiased, but their step is as wide as it is far.
     Where an op does not need such a tail, the caller cuts it (`compressors/log_group.py`): two
-    bounds cannot tell a mask from a value whose gradient counts.
+    bounds cannot distinguish a mask from a value whose gradient counts.
 
     Args:
         x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a

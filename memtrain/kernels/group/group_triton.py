@@ -16,7 +16,7 @@ _TINY = tl.constexpr(2.0**-101)
 
 @triton.jit
 def bound(x, UP: tl.constexpr, TO_BFLOAT: tl.constexpr):
-    """A minimum or maximum as it is kept: rounded away from the inside, within bfloat16's range."""
+    """A minimum or maximum as it is kept: rounded outwards, within bfloat16's range."""
     if TO_BFLOAT:
         bits = x.to(tl.uint32, bitcast=True)
         positive = (bits >> 31) == 0

@@ -27,7 +27,7 @@ BLOCKS = {4: 128, 8: 256}
 CODEBOOKS8 = ("DE", "DE-0")
 """Codebooks of 8 bits: those that `buckets` serves."""
 MANTISSA = {4: 4, 8: 7}
-"""Bits of a code -> bits of a value's mantissa that tell its bucket (`upper_buckets`)."""
+"""Bits of a code -> bits of a value's mantissa that select its bucket (`upper_buckets`)."""
 _LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucket
 _BUCKETS = 26 * 128 + 2
 

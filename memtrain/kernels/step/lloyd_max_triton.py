@@ -39,7 +39,7 @@ def _update_kernel(
 ):  # fmt: skip
     """Pass 2: decode the moment, update the parameter, encode it: COUNT blocks a program.
 
-    A byte has the codes of elements 32 apart. The vectors of rows and columns are roots of factors:
+    Every 32nd code of a block shares a byte. The vectors of rows and columns are roots of factors:
     those of the moment that is kept in its state, the new ones and their reciprocals in the table.
     """
     SIZE: tl.constexpr = 2 * HALF

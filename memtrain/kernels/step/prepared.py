@@ -166,7 +166,7 @@ class PreparedSteps:
         """The step of a signature, or None.
 
         Args:
-            first: Tells the step's first parameter.
+            first: Identifies the step's first parameter.
             signature: Equal for steps whose tables are, but for `Inputs`.
         """
         for known, step in self._steps.get(first, ()):

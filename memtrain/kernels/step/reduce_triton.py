@@ -93,7 +93,7 @@ def _reduce_kernel(
         col_part = address(table_ptr, tensor, COL_NEW, tl.float32, WHOLE)
         col_part += first_row // ROWS * cols + first_col
     if SECOND == RANK1 and WHOLE:
-        # Whole blocks of 128: a byte's two elements are 64 columns apart.
+        # Whole blocks of 128: a byte has columns i and i + 64.
         codes_ptr += start // 2
         lane = tl.arange(0, 64)[None, :]
         low_old, high_old = tl.load(col_old + lane), tl.load(col_old + 64 + lane)

@@ -41,7 +41,7 @@ class Entry(NamedTuple):
     `states` are the rule's (AdamW: both moments; SGD and Lion: the momentum; SGD without momentum:
     none), kept as `codecs` say. `scalars` are on the host, or a row of `update_rules.on_device`.
     With a `shard` everything is a process's part, but for what rank-1 and factored know of the
-    whole: see `sharded.step`. `master` tells how a bfloat16 or float16 parameter's float32 master
+    whole: see `sharded.step`. `master` says how a bfloat16 or float16 parameter's float32 master
     is kept. Where `guard` (float32, one element, not negative, on the parameter's device) is not
     finite, nothing is changed: the Triton kernels read it, and so does torch's arithmetic on a
     `shard`; others are waited for.

@@ -31,7 +31,7 @@ def field(table_ptr, tensor, k):
 
 @triton.jit
 def address(table_ptr, tensor, k, dtype: tl.constexpr, WHOLE: tl.constexpr):
-    """The address in field k. WHOLE: the compiler is told what it cannot see in a table."""
+    """The address in field k; with WHOLE, the compiler assumes that it is a multiple of 16."""
     pointer = field(table_ptr, tensor, k).to(tl.pointer_type(dtype))
     if WHOLE:
         pointer = tl.multiple_of(pointer, 16)

@@ -32,8 +32,8 @@ class AdamW4bit(FusedStates):
         weight_decay: By default 0.01 where it is decoupled from the gradient, else 0, as in torch.
         first: Name of the first moment's compressor, see `compressors.named`.
         second: Name of the second moment's compressor. Where rank-1's or factored's vectors cost
-            over 0.08 bytes per parameter, and for 1-d parameters, blocks serve instead (`describe`
-            tells).
+            over 0.08 bytes per parameter, and for 1-d parameters, blocks serve instead (see
+            `describe`).
         min_elements: Parameters of at most so many elements keep float32 states.
         maximize: Ascend.
         decoupled_weight_decay: AdamW's form, or Adam's.
@@ -115,7 +115,7 @@ class AdamW4bit(FusedStates):
         check_betas(group)
 
     def plain_class(self) -> type[Optimizer]:
-        """As `FusedStates.plain_class`: the groups' weight decay tells."""
+        """As `FusedStates.plain_class`; the groups' weight decay decides."""
         decoupled = all(g.get("decoupled_weight_decay", True) for g in self.param_groups)
         return AdamW if decoupled else Adam
 

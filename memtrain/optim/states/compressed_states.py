@@ -248,7 +248,7 @@ class CompressedStates(Optimizer):
             values = loaded["state"][number]
             self.check_saved(param, values, group)
             for name, value in values.items():
-                # Of another compressor too: that must be told.
+                # Payloads of another compressor too: these are reported below.
                 if not (self.is_payload(param, name, value) or layout.is_packed(value, known)):
                     continue
                 compressor, _ = self.compressor(param, name)

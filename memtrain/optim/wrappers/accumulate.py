@@ -87,7 +87,7 @@ class GradientSums:
             yield param, sharded_like(self._decoded(param, payload), param)
 
     def drop(self) -> None:
-        """Throw every sum of fewer passes away."""
+        """Discard every sum of fewer passes."""
         self._held.clear()
 
     def advance(self) -> None:

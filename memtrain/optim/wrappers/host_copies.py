@@ -42,8 +42,8 @@ class HostCopies:
 class CudaCopies(HostCopies):
     """CUDA: pinned host memory, and a side stream each way.
 
-    What leaves is held as `Leaving` says: so a backward has at most `AT_ONCE` gradients more than
-    it would, however far the host runs ahead.
+    At most `AT_ONCE` copies are in flight, so a backward keeps at most that many more gradients,
+    however far the host runs ahead.
     """
 
     beside = True
@@ -86,7 +86,7 @@ class CudaCopies(HostCopies):
 
 
 class LeavingCopies(HostCopies):
-    """Copies of fake tensors that stand for those of CUDA: as many gradients are leaving."""
+    """Copies of fake tensors that stand for those of CUDA: as many copies are in flight."""
 
     def __init__(self) -> None:
         self._leaving: deque[Tensor] = deque(maxlen=AT_ONCE)

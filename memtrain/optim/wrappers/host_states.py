@@ -386,7 +386,7 @@ class HostStates(OptimizerWrapper):
         self._jobs: list[Future[None]] = []
         self._room = BoundedSemaphore(IN_FLIGHT)
         self._witness: Witness | None = None
-        self._arrived = Counter[Tensor]()  # gradients in this step, of what may be the witness
+        self._arrived = Counter[Tensor]()  # gradients in this step, per candidate for `_watches`
         self._begun = False
 
     def _add_leaves(self, params: list[Tensor]) -> None:
@@ -410,10 +410,7 @@ class HostStates(OptimizerWrapper):
             self._versions[param] = param._version
 
     def _attach(self) -> None:
-        """Hooks on every parameter that is trained and has none yet, where gradients are released.
-
-        And tell what is inside where to send weights.
-        """
+        """Add missing hooks, and a callback that sends weights back, if gradients are released."""
         if self._release is None:
             return
         self._release.after = partial(_call_send_back, WeakRef(self))
@@ -468,7 +465,7 @@ class HostStates(OptimizerWrapper):
             copies.join()
 
     def _watches(self, param: Tensor, release: ReleaseGradients) -> bool:
-        """Whether this gradient is to tell if gradients are changed after the backward."""
+        """Whether this gradient is kept to detect changes after the backward."""
         if self._witness is not None or not release.would_watch(self._leaves[param]):
             return False
         self._arrived[param] += 1

@@ -58,7 +58,7 @@ class ReleaseGradients(OptimizerWrapper):
     """Updates each parameter inside backward and frees its gradient at once.
 
     `loss.backward()` updates; `optimizer.step()` afterwards only ends the step: hooks and LR
-    schedulers run, options changed from then on hold for the next backward. `zero_grad` throws away
+    schedulers run, options changed from then on hold for the next backward. `zero_grad` discards
     what waits (sums of fewer passes, gradients of `global_norm`), not what was applied. A parameter
     used several times (tied) is updated once, after all its uses. What has a gradient that backward
     did not bring (one assigned by hand) is updated by `step()`.
@@ -72,8 +72,8 @@ class ReleaseGradients(OptimizerWrapper):
     parameters are, until `step()` knows the norm of all, which spares nothing but in host memory
     (`HostStates`).
 
-    With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`, as
-    a witness: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
+    With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`, for
+    comparison: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
     `clip_grad_value_`) changes it too, and `step()` raises, for the others had been applied
     already. (Under DDP, whose buckets give gradients back, its value is compared: clipping that
     changes nothing is not seen.)
@@ -214,7 +214,7 @@ class ReleaseGradients(OptimizerWrapper):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Throw away the gradients that have not been applied.
+        """Discard the gradients that have not been applied.
 
         These are sums of fewer than `accumulate` passes, and all that wait for `global_norm`. What
         backward has applied stays so: a second backward before `step()` is refused as before. After
@@ -386,7 +386,7 @@ class ReleaseGradients(OptimizerWrapper):
         return param in self._done
 
     def would_watch(self, param: Tensor) -> bool:
-        """Whether a gradient may tell if gradients are changed after the backward."""
+        """Whether a gradient may be kept to detect changes after the backward."""
         return self.clip == "none" and param.numel() == self._fewest
 
     def _watches(self, param: Tensor) -> bool:
@@ -548,17 +548,17 @@ class ReleaseGradients(OptimizerWrapper):
 
 
 def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
-    """Tell the optimizer that a gradient is complete: a hook on each parameter."""
+    """Notify the optimizer that a gradient is complete: a hook on each parameter."""
     optimizer = release()
     if optimizer is not None:
         optimizer.on_gradient(param)
 
 
 def released_by(param: Tensor) -> WeakRef[Any]:
-    """Who updates a parameter in the backward, a weak reference that is empty where no one does.
+    """Return a weak reference to the optimizer that updates a parameter in the backward, or empty.
 
-    The parameter's own hook tells: a copy of a model with its optimizer finds the copy of that, and
-    one of the model alone no one.
+    The parameter's own hook has the reference: a copy of a model with its optimizer finds the
+    copied optimizer, and a copy of the model alone finds none.
     """
     hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
     for hook in hooks.values():
