@@ -152,6 +152,8 @@ class _Swapped(dict[str, Tensor]):
         self, tensors: Mapping[str, Tensor], lane: Transfers, device: torch.device
     ) -> None:
         marker = torch.empty(0, device=device)
+        self.offloaded = frozenset(tensors)
+        """Names of the tensors on the host, which take no bytes of the device."""
         super().__init__({**lane.out(tensors), _DEVICE: marker})
         self._lane = lane
         self._before = _newest.get(marker.device)

@@ -83,8 +83,7 @@ def cross_entropy(
         Kept for backward: the payload of x's elements, in pieces of 4 Mi elements, and `target` in
         1 to 4 bytes a class. Forward and backward work in two pieces of 16 MiB (a row at least),
         and numbers of `target`'s shape; the backward allocates the gradient besides. On CUDA an
-        eighth of the logits is a piece, of up to 64 Mi elements, since launches cost; there the
-        backward of min/max groups has none.
+        eighth of the logits is a piece, of up to 64 Mi elements, since launches cost.
         Where autocast asks for float32, pieces are cast, never the whole.
 
     Example:

@@ -97,20 +97,20 @@ def test_they_are_predicted_as_they_run(kind):
     assert {e.site for e in plan.entries("activation")} == seen
 
 
-def test_an_error_names_the_module_and_the_mend():
+def test_an_error_names_the_module_and_the_remedy():
     class Wrong(nn.Module):
         def __init__(self):
             super().__init__()
-            self.inner = nn.Linear(64, 32)
+            self.weight = nn.Parameter(torch.ones(32, 64))
 
         def forward(self, x):
-            return self.inner(torch.ones(4, 63))
+            return nn.functional.linear(torch.ones(4, 63), self.weight)
 
     model = nn.Sequential(Wrong())
     model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), "all_four")
     with pytest.raises(RuntimeError) as caught:
         model(torch.ones(4, 64))
-    assert "module '0.inner' is given float32 beside weights" in "".join(caught.value.__notes__)
+    assert "module '0' is given float32 beside weights" in "".join(caught.value.__notes__)
     assert "weights=keep" in "".join(caught.value.__notes__)
 
 
@@ -127,5 +127,6 @@ def test_what_is_changed_in_place_keeps_its_dtype():
             )
 
     model = Scatter()
-    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), "all_four")
+    cfg = ["preset=all_four", "float32_outputs=false"]
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), cfg)
     assert model(torch.ones(4, 64)).dtype == torch.bfloat16

@@ -455,17 +455,3 @@ def test_a_cuda_step_takes_logits_by_eighths_at_most(monkeypatch):
 
     assert most(8) < logits * (1 + 2 / 8)  # themselves, a piece and what quantises it
     assert most(1) > logits * 2
-
-
-def test_a_cuda_step_makes_a_cross_entropys_gradient_in_one_kernel(monkeypatch):
-    """Triton's reads the codes; a CPU decompresses a piece of the log-softmax."""
-    model = with_loss(64, nn.Linear(32, 4096))
-    for size in ("_PIECE", "_PIECE_CUDA"):
-        monkeypatch.setattr(cross_entropy, size, 32 * 4096)  # half of the logits
-
-    def most(device):
-        return most_temporaries(model, torch.ones(64, 32), device, "backward")
-
-    logits = 64 * 4096 * 4
-    assert most("cuda") < 1.1 * logits  # their gradient
-    assert most("cpu") > 1.4 * logits
