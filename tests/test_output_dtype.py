@@ -1,7 +1,9 @@
 """Ordinary loops around a model whose weights `all_four` has made bfloat16."""
 
 import copy
+import gc
 import warnings
+import weakref
 from dataclasses import dataclass
 
 import pytest
@@ -9,9 +11,10 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.optim.swa_utils import AveragedModel
+from torch.utils._pytree import tree_leaves
 
 import memtrain
-from memtrain.optim.wrappers.dtypes import map_tensors
+from memtrain.optim.wrappers.dtypes import map_tensors, restore_outputs
 
 X = torch.rand(8, 80)
 
@@ -221,3 +224,18 @@ def test_parts_of_a_wrapped_list_take_and_give_float32():
     _, optimizer = memtrain.wrap(models, torch.optim.AdamW(params), "all_four")
     F.mse_loss(models[1](models[0](X)), X).backward()
     optimizer.step()
+
+
+@pytest.mark.parametrize("container", [lambda y: y, lambda y: {"y": (y,)}], ids=["tensor", "dict"])
+def test_no_cycle_of_references_keeps_the_outputs(container):
+    """Only the garbage collector, which may come late, would free them."""
+    output = container(torch.ones(4, dtype=torch.bfloat16))
+    kept = weakref.ref(tree_leaves(output)[0])
+    gc.disable()
+    try:
+        restored = restore_outputs(torch.bfloat16, nn.Identity(), (), output)
+        assert tree_leaves(restored)[0].dtype == torch.float32
+        del output, restored
+        assert kept() is None
+    finally:
+        gc.enable()

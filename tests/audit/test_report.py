@@ -1,5 +1,7 @@
 """The audit's bytes are those of real forwards and real optimizer steps; no byte is lost."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -158,7 +160,9 @@ def test_states_are_those_of_a_real_step(name, preset, dtype):
         else:
             _, optimizer = wrap(model, optimizer, preset)
         (model(batch).sum() + model.long.sum()).backward()
-        optimizer.step()
+        kept_whole = wrapped and name == "rmsprop"
+        with pytest.warns(RuntimeWarning, match="square_avg") if kept_whole else nullcontext():
+            optimizer.step()
         sizes.append(storage_nbytes(state_tensors(optimizer)))
     assert (total.plain, total.planned) == tuple(sizes)
 

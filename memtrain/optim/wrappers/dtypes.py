@@ -66,17 +66,18 @@ def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
         >>> map_tensors(torch.neg, {"a": (torch.ones(1), 2)})
         {'a': (tensor([-1.]), 2)}
     """
+    return tree_map(partial(_mapped, function), output)
 
-    def one(x: Any) -> Any:
-        if isinstance(x, Tensor):
-            return function(x)
-        if is_dataclass(x) and not isinstance(x, type):
-            x = copy.copy(x)
-            for field in fields(x):
-                object.__setattr__(x, field.name, tree_map(one, getattr(x, field.name)))
-        return x
 
-    return tree_map(one, output)
+def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
+    # No closure that calls itself: a cycle would keep the tensors until garbage is collected.
+    if isinstance(x, Tensor):
+        return function(x)
+    if is_dataclass(x) and not isinstance(x, type):
+        x = copy.copy(x)
+        for field in fields(x):
+            object.__setattr__(x, field.name, map_tensors(function, getattr(x, field.name)))
+    return x
 
 
 def hook(model: nn.Module, dtype: torch.dtype, *, outputs: bool = False) -> list[Any]:
