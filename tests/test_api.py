@@ -61,6 +61,7 @@ def test_exact_is_bit_identical_to_plain(name):
 CORE = ("balanced", "smallest", "exact", "optimizer_only", "activations_only", "all_four")
 
 
+@pytest.mark.filterwarnings("ignore:no state of RMSprop is compressed")
 # One batch again and again: the bits are all that varies, and automatic ones say so.
 @pytest.mark.filterwarnings("ignore:quantisation noise of the saved activations:UserWarning")
 @pytest.mark.parametrize(
@@ -405,6 +406,7 @@ def test_replaced_parameters_of_split_weights_or_released_gradients_are_refused(
         optimizer.step()
 
 
+@pytest.mark.filterwarnings("ignore:an average of a model with weights")
 @pytest.mark.parametrize(
     "preset", [pytest.param("balanced", marks=pytest.mark.nightly), "all_four"]
 )

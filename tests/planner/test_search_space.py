@@ -119,6 +119,7 @@ def test_a_variant_of_states_is_what_a_wrapped_optimizer_holds():
         assert storage_nbytes([*state_tensors(optimizer)]) == states.nbytes
 
 
+@pytest.mark.filterwarnings("ignore:no state of RMSprop is compressed")
 @pytest.mark.parametrize("variant", ["torch", "8-bit"])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_states_of_float32_masters_are_float32(kind, variant):

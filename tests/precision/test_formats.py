@@ -123,8 +123,8 @@ def test_every_number_and_every_tie(name, form):
     over = sum(c not in values for _, c in rows)
     assert (count.item(), again.item()) == (over, over)
     assert torch.equal(got, codes)
-    zero = (codes == 0) & (form.specials == "none")
-    assert torch.equal(minus, torch.where(zero, codes, codes | mark))
+    unsigned = codes.int() == {"none": 0, "nan": mark - 1, "ieee": -1}[form.specials]  # zero, NaN
+    assert torch.equal(minus, torch.where(unsigned, codes, codes | mark))
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu"])

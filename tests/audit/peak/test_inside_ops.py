@@ -99,6 +99,9 @@ CASES = {
 @pytest.mark.parametrize("dense", [True, False], ids=["dense", "expanded"])
 @pytest.mark.parametrize("name", CASES)
 def test_an_op_holds_inside_what_it_declares(name, dense):
+    wide = torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    if name == "3-d, transposed" and not wide:
+        pytest.skip("what oneDNN's kernel for AVX2 allocates is not declared")
     torch.set_num_threads(1)
     with Inside() as inside:
         y = CASES[name]()
