@@ -101,7 +101,7 @@ def _steps_two_bits(optimizer: Optimizer) -> bool:
 
 
 def _states(plan: Plan, model: nn.Module, optimizer: Optimizer, variant: str, goal: Goal) -> States:
-    """What the plan makes of all states."""
+    """Sum the bytes, the bytes moved and the error of a plan's states."""
     params, on_cuda = _params(model, optimizer), goal.options.on_cuda(model)
     total = max(1, sum(param.numel() for param in params.values()))
     nbytes, moved, error = 0, 0, 0.0

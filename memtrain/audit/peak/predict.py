@@ -48,7 +48,7 @@ MEASURE = "measure a real step instead: audit(..., measure=True), or memtrain-re
 
 
 class UnpredictableError(ValueError):
-    """What a step runs depends on data: measure the step instead."""
+    """The ops of a step depend on data: measure the step instead."""
 
 
 def predict(
