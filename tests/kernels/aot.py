@@ -1,11 +1,11 @@
 """Compiles every Triton kernel without a GPU, for sm_80 and sm_90, and reads its resources.
 
 A script: it must run without TRITON_INTERPRET, which conftest.py sets for the tests' process.
-Of a kernel's cases it takes as many as show each type and each constant of each argument, and what
-a launch specialises on (`machine_code.SIZES`), or all with `--all`, and then for the cards that
-people have at home too, where a stack is no fault. `--amd` compiles as many for AMD's cards. Those
-of the table of machine code count their instructions. Prints one JSON line per compiled case, and
-one per fault; exits 1 on a fault.
+Of a kernel's cases it takes those of the table of machine code, whose instructions it counts, and
+the one with most branches, for integers of 1 and odd ones; or all with `--all`, and then for the
+cards that people have at home too, where a stack is no fault. `--amd` compiles for AMD's cards as
+many as show each type and each constant of each argument. Prints one JSON line per compiled case,
+and one per fault; exits 1 on a fault.
 """
 
 import ast
@@ -106,34 +106,30 @@ def integers(case):
     return [name for name in names if signature.get(name) in ("i32", "i64")]
 
 
-def telling(cases, first=()):
-    """(place, architecture, sizes) that show each type and constant of each kernel's arguments.
+def few(cases, first=()):
+    """(place, architecture, sizes): those of `first`, and one for each kernel."""
+    jobs, kernels = [(place, machine_code.ARCHITECTURE, "multiples") for place in first], {}
+    for place, (kernel, _, _) in enumerate(cases):
+        kernels.setdefault(kernel, []).append(place)
+    for places in kernels.values():
+        branches = {at: sum(value is True for value in cases[at][2].values()) for at in places}
+        richest = max(places, key=branches.__getitem__)
+        sizes = ("ones", "odd") if integers(cases[richest]) else ("multiples", "multiples")
+        jobs += [(richest, sm, size) for sm, size in zip(ARCHITECTURES, sizes, strict=True)]
+    return list(dict.fromkeys(jobs))
 
-    Each is for one architecture; besides, integers of 1 and odd ones for the case that takes most
-    branches. Those of `first` come first.
-    """
+
+def telling(cases):
+    """Places of cases that show each type and constant of each kernel's arguments."""
     left = {
         place: {(kernel, *pair) for pair in (signature | constants).items()}
         for place, (kernel, signature, constants) in enumerate(cases)
     }
-    shown, kernels = set(), {kernel: [] for kernel, _, _ in cases}
-    jobs, waiting = [], list(first)
-    while waiting or any(values - shown for values in left.values()):
-        architecture = ARCHITECTURES[len(jobs) % 2]
-        if waiting:
-            place, architecture = waiting.pop(0), machine_code.ARCHITECTURE
-        else:
-            place = max(left, key=lambda at: len(left[at] - shown))
-        shown |= left.pop(place)
-        jobs.append((place, architecture, "multiples"))
-    for place, (kernel, _, _) in enumerate(cases):
-        kernels[kernel].append(place)
-    for places in kernels.values():
-        branches = {at: sum(value is True for value in cases[at][2].values()) for at in places}
-        richest = max(places, key=branches.__getitem__)
-        sizes = ("ones", "odd") if integers(cases[richest]) else ("multiples",)
-        jobs += [(richest, sm, size) for sm, size in zip(ARCHITECTURES, sizes, strict=False)]
-    return list(dict.fromkeys(jobs))
+    shown, places = set(), []
+    while any(values - shown for values in left.values()):
+        places.append(max(left, key=lambda at: len(left[at] - shown)))
+        shown |= left.pop(places[-1])
+    return sorted(places)
 
 
 def every(cases, first=()):
@@ -141,14 +137,12 @@ def every(cases, first=()):
     compiled_for = ARCHITECTURES + CARDS
     jobs = [(place, sm, "multiples") for place in range(len(cases)) for sm in compiled_for]
     jobs += [(place, 90, sizes) for place in range(len(cases)) for sizes in ("odd", "ones")]
-    told = {place for place, _, _ in telling(cases, first)}
-    return jobs + [(place, 90, one) for place in sorted(told) for one in integers(cases[place])]
+    return jobs + [(place, 90, one) for place in telling(cases) for one in integers(cases[place])]
 
 
 def telling_of_amd(cases, first=()):
     """Those of `telling`, each for all of AMD's cards."""
-    told = {place for place, _, _ in telling(cases, first)}
-    return [(place, card, "multiples") for place in sorted(told) for card in AMD]
+    return [(place, card, "multiples") for place in telling(cases) for card in AMD]
 
 
 def examine(job):
@@ -177,7 +171,7 @@ def examine(job):
     return row
 
 
-def main(names, choose=telling):
+def main(names, choose=few):
     loaded, rows = {}, []
     for name in names:
         try:

@@ -176,7 +176,7 @@ KERNELS = {
 """Every fused kernel with every codec; every third of them is tried by every run."""
 
 
-def few_rows(rank, world, path, names=tuple(KERNELS)[::3], presets=("all_four",)):
+def few_rows(rank, world, path=None, names=tuple(KERNELS)[::3], presets=("all_four",)):
     """Parameters of fewer rows than processes, or of no row on the last: as over one process.
 
     And a wrapped FSDP2 model of such layers, saved and resumed.
@@ -193,7 +193,7 @@ def few_rows(rank, world, path, names=tuple(KERNELS)[::3], presets=("all_four",)
         found["parts"][name] = max(distance(p, q) for p, q in zip(wholes, parts, strict=True))
         found["own"] = [shards.local(part.detach()).shape[0] for part in parts]
     for preset in presets:
-        found["resumed"][preset] = resumed(preset, f"{path}/{preset}")
+        found["resumed"][preset] = resumed(preset, path and f"{path}/{preset}")
     return found
 
 
@@ -713,6 +713,7 @@ def all_optimizers(rank, world, path):
 SCENARIOS = [
     whole_blocks,
     any_split,
+    few_rows,
     sides_of_the_whole,
     collectives,
     bad_numbers,

@@ -56,6 +56,7 @@ for grads in saved["grads"]:
     for param, grad in zip(params, grads):
         param.grad = grad
     optimizer.step()
+assert "torch._inductor.compile_fx" not in sys.modules  # steps compile nothing
 params = [p.detach() for p in params]
 torch.save({"params": params, "optimizer": optimizer.state_dict()}, sys.argv[3])
 """

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.optim import CompressedOptimizer, ReleaseGradients, SplitWeights
+from memtrain.optim import ReleaseGradients, SplitWeights
 from tests.optim.behaviours import (
-    ADAMS,
     GENERAL,
     every,
     fused,
@@ -114,15 +113,6 @@ def test_a_learning_rate_of_several_elements_is_refused(name):
     step_alike((param, optimizer), (other, make(name, [other], lr=float(torch.tensor(0.1)))))
 
 
-@pytest.mark.parametrize("name", [*ADAMS, "Lion4bit", "Lion8bit"])
-def test_betas_may_be_tensors(name):
-    param = parameter(80, 80)
-    other = twin(param)
-    betas = (torch.tensor(0.5), torch.tensor(0.75))
-    plain = make(name, [other], betas=(0.5, 0.75))
-    step_alike((param, make(name, [param], betas=betas)), (other, plain))
-
-
 @fused
 @pytest.mark.parametrize(
     ("option", "value", "match"),
@@ -143,24 +133,6 @@ def test_options_out_of_range_are_refused(name, option, value, match):
 
 
 @every
-def test_it_goes_down_a_narrow_valley(name):
-    """Rosenbrock's function, many times over: a step in the right direction, on every form."""
-    point = nn.Parameter(torch.tensor([1.5, 1.5]).repeat(2100, 1))
-    optimizer = make(name, [point], lr=2e-4 if name.startswith("SGD") else 5e-3)
-
-    def valley():
-        x, y = point.unbind(1)
-        return ((1 - x).square() + 100 * (y - x.square()).square()).sum()
-
-    start = valley().item()
-    for _ in range(60):
-        optimizer.zero_grad()
-        valley().backward()
-        optimizer.step()
-    assert valley().item() < 0.5 * start
-
-
-@every
 def test_empty_parameters_and_groups_do_nothing(name):
     empty, full = nn.Parameter(torch.zeros(0, 8)), parameter(80, 80)
     empty.grad = torch.zeros_like(empty)
@@ -170,8 +142,3 @@ def test_empty_parameters_and_groups_do_nothing(name):
     optimizer.load_state_dict(saved)
     optimizer.step()
     assert empty.shape == (0, 8)
-
-
-def test_the_general_wrapper_prints_its_inner_options():
-    optimizer = CompressedOptimizer(torch.optim.NAdam([parameter(5)], momentum_decay=0.25))
-    assert "momentum_decay: 0.25" in repr(optimizer)
