@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from memtrain.config.errors import at_least, nearest
+from memtrain.optim.wrappers.release_checks import check_options
 from memtrain.precision.assignment import Precision
 
 KEEP, CPU = "keep", "cpu"
@@ -127,19 +128,7 @@ class Release:
     """Backward passes that make a step: their gradients are added up in one byte an element."""
 
     def __post_init__(self) -> None:
-        at_least("release.accumulate", self.accumulate, 1)
-        if self.accumulate > 1 and self.clip == "two_pass":
-            value = self.accumulate
-            raise ValueError(
-                f"release.accumulate={value}; allowed with release.clip=two_pass: 1, since "
-                "its closure runs backward once"
-            )
-        allowed = ("none", "value", "parameter", "previous", "two_pass", "global_norm")
-        if self.clip not in allowed:
-            raise ValueError(f"release.clip={self.clip!r}; {nearest(self.clip, allowed)}")
-        for name in ("limit", "loss_scale"):
-            if not 0 < (value := getattr(self, name)) < float("inf"):
-                raise ValueError(f"release.{name}={value} is out of range; allowed: above 0")
+        check_options(self.clip, self.limit, self.loss_scale, self.accumulate, "release.")
 
 
 @dataclass(kw_only=True)

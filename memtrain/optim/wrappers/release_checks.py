@@ -22,19 +22,22 @@ REQUIRED = (
 """The end of each error of a loop that breaks one of these, so that the next run has none."""
 
 
-def check_options(clip: str, limit: float, loss_scale: float, accumulate: int) -> None:
-    """Raise ValueError for options of `ReleaseGradients` that are not allowed."""
+def check_options(
+    clip: str, limit: float, loss_scale: float, accumulate: int, prefix: str = ""
+) -> None:
+    """Raise ValueError for options of released gradients, whose names in errors have a prefix."""
     if accumulate < 1:
-        raise ValueError(f"accumulate={accumulate} is out of range; allowed: at least 1")
+        raise ValueError(f"{prefix}accumulate={accumulate} is out of range; allowed: 1 or more")
     if accumulate > 1 and clip == "two_pass":
         raise ValueError(
-            f"accumulate={accumulate} with clip='two_pass': its closure runs backward once"
+            f"{prefix}accumulate={accumulate}; allowed with {prefix}clip=two_pass: 1, since its "
+            "closure runs backward once"
         )
     if clip not in CLIPS:
-        raise ValueError(f"clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
+        raise ValueError(f"{prefix}clip={clip!r} is unknown; allowed: {', '.join(CLIPS)}")
     for name, value in (("limit", limit), ("loss_scale", loss_scale)):
         if not 0 < value < math.inf:
-            raise ValueError(f"{name}={value} is out of range; allowed: above 0 and finite")
+            raise ValueError(f"{prefix}{name}={value} is out of range; allowed: above 0 and finite")
 
 
 def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
