@@ -8,7 +8,7 @@ from torch import Tensor
 from memtrain.compressors.base import STATE, Compressor, Key, Packed
 from memtrain.compressors.codebook import Block, why_blocks
 from memtrain.kernels.step.codecs import ratio
-from memtrain.kernels.step.shard import Shard, all_reduce, mean_of, of_columns, of_rows
+from memtrain.kernels.step.shard import Shard, all_reduce, mean_of, of_sums
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ class Factored(Compressor):
         """Compress with the means of the whole tensor."""
         matrix = x.float().reshape(x.shape[0], x.shape[1:].numel())
         row, col = matrix.sum(1), matrix.sum(0)
-        all_reduce([*of_rows(row, shard), *of_columns(col, shard)], "sum")
+        all_reduce(of_sums(row, col, shard), "sum")
         whole = torch.Size(shard.shape)
         means = {"row": row / max(1, whole[1:].numel()), "col": col / max(1, whole[0])}
         return Packed(means, x.shape, x.dtype)

@@ -1,6 +1,7 @@
 """Launches of Triton kernels on the device where their tensors lie, at little cost to the host."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -26,26 +27,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     if device.type != "cuda":
         kernel[grid](*arguments, **options)
         return
-    if device.index == torch.cuda.current_device():
-        _launch_here(kernel, grid, arguments, options, device)
-        return
-    with torch.cuda.device(device):
-        _launch_here(kernel, grid, arguments, options, device)
-
-
-def _launch_here(
-    kernel: Any,
-    grid: tuple[int, ...],
-    arguments: Sequence[Any],
-    options: Mapping[str, Any],
-    device: torch.device,
-) -> None:
-    if torch.version.hip is None:
-        launch_again(kernel, grid, arguments, options, device.index)
-        return
-    # Triton compiles for more there: whether a tensor has 2 GiB or more.
-    lanes = torch.cuda.get_device_properties(device).warp_size
-    kernel[grid](*arguments, **for_amd(options, lanes))
+    is_current = device.index == torch.cuda.current_device()
+    with nullcontext() if is_current else torch.cuda.device(device):
+        if torch.version.hip is None:
+            launch_again(kernel, grid, arguments, options, device.index)
+            return
+        # Triton compiles for more there: whether a tensor has 2 GiB or more.
+        lanes = torch.cuda.get_device_properties(device).warp_size
+        kernel[grid](*arguments, **for_amd(options, lanes))
 
 
 def launch_again(

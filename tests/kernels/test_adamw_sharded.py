@@ -124,8 +124,7 @@ def test_reductions_are_the_same_on_every_part(monkeypatch):
         ("a", [2.0, 3.0, 4.0]), ("a", [5.0, 6.0, 7.0, 8.0]),
         ("b", [0.0, 1.0]), ("b", [2.0, 3.0, 4.0]),
     ]  # fmt: skip
-    assert [g for g, _ in shards.of_rows(scale, shard)] == ["b"]
-    assert [g for g, _ in shards.of_columns(scale, shard)] == ["a"]
+    assert shards.of_sums("rows", "columns", shard) == [("a", "columns"), ("b", "rows")]
 
 
 class Group(NamedTuple):

@@ -36,11 +36,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built_of(loaded: ctypes.CDLL) -> str:
-    sources = getattr(loaded, "mt_sources", None)
-    if sources is None:
+    tells = getattr(loaded, "mt_sources", None)
+    if tells is None:
         return "an older library's"
-    sources.restype = ctypes.c_char_p
-    return sources().decode()
+    tells.restype = ctypes.c_char_p
+    return tells().decode()
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:

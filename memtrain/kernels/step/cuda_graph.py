@@ -4,12 +4,7 @@ import torch
 
 
 def capturing() -> bool:
-    """Whether the current stream is captured into a graph.
-
-    Example:
-        >>> capturing()
-        False
-    """
+    """Whether the current stream is captured into a graph."""
     return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 

@@ -66,14 +66,7 @@ def same_kernels(entry: Entry) -> Hashable:
 
 
 def is_whole(entry: Entry) -> bool:
-    """Whether the kernels may load 16 bytes at once: aligned tensors, rows of whole blocks.
-
-    Example:
-        >>> from memtrain.kernels.step.update_rules import sgd
-        >>> p, h = torch.ones(64), sgd(lr=1.0, momentum=0.0)
-        >>> is_whole(Entry(p, p, (), (), "sgd", h)), is_whole(Entry(p[:7], p[:7], (), (), "sgd", h))
-        (True, False)
-    """
+    """Whether the kernels may load 16 bytes at once: aligned tensors, rows of whole blocks."""
     rows, cols = entry.matrix
     if entry.form in ROWS_AND_COLUMNS:
         # A block lies in one row; and the vectors of entries follow each other.

@@ -81,14 +81,9 @@ def of_maxima(scale: Tensor, part_shape: torch.Size, shard: Shard) -> Pending:
     ]
 
 
-def of_rows(sums: Tensor, shard: Shard) -> Pending:
-    """Reduction of a part's row sums, seen as [dimension 0, the rest], to those of the whole."""
-    return [(group, sums) for split, group in shard.groups if split != 0]
-
-
-def of_columns(sums: Tensor, shard: Shard) -> Pending:
-    """Reduction of a part's column sums, seen as [dimension 0, the rest], to those of the whole."""
-    return [(group, sums) for split, group in shard.groups if split == 0]
+def of_sums(row: Tensor, col: Tensor, shard: Shard) -> Pending:
+    """Reduction of a part's sums of rows and columns to those of the whole tensor."""
+    return [(group, row if split else col) for split, group in shard.groups]
 
 
 def mean_of(row: Tensor, col: Tensor, shard: Shard) -> Tensor:
@@ -101,5 +96,5 @@ def mean_of(row: Tensor, col: Tensor, shard: Shard) -> Tensor:
     if shard.by_rows:
         return col.mean()
     total = row.sum()
-    all_reduce(of_columns(total, shard), "sum")
+    all_reduce([(group, total) for split, group in shard.groups if not split], "sum")
     return total / shard.shape[0]

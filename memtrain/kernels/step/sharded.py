@@ -90,16 +90,14 @@ def _shard(entry: Entry) -> Shard:
 def _reduce(found: Sequence[tuple[Entry, Sums]]) -> None:
     """The whole tensors' maxima; their factors, written to the entries."""
     maxima: Pending = []
-    rows: Pending = []
-    columns: Pending = []
+    totals: Pending = []
     for entry, sums in found:
         if entry.form == "rank1":
             maxima += shard.of_maxima(sums["scale"], entry.param.shape, _shard(entry))
         else:
-            rows += shard.of_rows(sums["row"], _shard(entry))
-            columns += shard.of_columns(sums["col"], _shard(entry))
+            totals += shard.of_sums(sums["row"], sums["col"], _shard(entry))
     all_reduce(maxima, "max")
-    all_reduce([*rows, *columns], "sum")
+    all_reduce(totals, "sum")
     for entry, sums in found:
         if entry.form == "factored":
             average_factors(entry, sums, _shard(entry))

@@ -163,13 +163,7 @@ def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
 
 
 def fits(entry: Entry) -> bool:
-    """Whether the kernels serve an entry's layout and dtypes, but for the strides of its gradient.
-
-    Example:
-        >>> p, h = torch.ones(4, 2), update_rules.sgd(lr=1.0, momentum=0.0)
-        >>> fits(Entry(p, p, (), (), "sgd", h)), fits(Entry(p.t(), p.t(), (), (), "sgd", h))
-        (True, False)
-    """
+    """Whether the kernels serve an entry's layout and dtypes; its gradient may have any strides."""
     if not entry.param.is_contiguous():
         return False
     if entry.master is not PLAIN and not entry.master.is_contiguous():
@@ -182,12 +176,6 @@ def fits_copied(entry: Entry) -> bool:
 
     Not in a step that a CUDA graph may capture, whose scalars are on the device: a replay would not
     find the copies where they were.
-
-    Example:
-        >>> p, h = torch.ones(4, 2).t(), update_rules.sgd(lr=1.0, momentum=0.0)
-        >>> entry = Entry(p, p, (), (), "sgd", h)
-        >>> fits_copied(entry), fits_copied(entry._replace(param=p.double()))
-        (True, False)
     """
     return not isinstance(entry.scalars, Tensor) and _are_known(entry)
 

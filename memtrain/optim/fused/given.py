@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from memtrain.kernels import cpu
 from memtrain.kernels.step.prepared import signature
 from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.optim.fused.payloads import as_payload
 from memtrain.optim.states.shards import local, local_gradient, shard_of
 
 USUAL = (nn.Parameter, Tensor)
@@ -70,11 +71,6 @@ class Given:
             tuple([as_payload(state[name]) for name in own])
             for state, own in zip(self.states, names, strict=True)
         ]
-
-
-def as_payload(value: Any) -> dict[str, Tensor]:
-    """A state as kernels take it: its parts, or one plain tensor."""
-    return value if isinstance(value, dict) else {"tensor": local(value)}
 
 
 def given_to(

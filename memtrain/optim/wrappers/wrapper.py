@@ -190,7 +190,7 @@ class OptimizerWrapper(Optimizer):
     def _adopt(self) -> None:
         inner = self.inner
         self.defaults = inner.defaults
-        self._share_hooks()
+        optimizer_hooks.share(self, inner)
         self._inner_step = vars(inner).get("step")
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -221,9 +221,6 @@ class OptimizerWrapper(Optimizer):
                 "it, or weights=keep and gradients=keep"
             )
         self._looked = True
-
-    def _share_hooks(self) -> None:
-        optimizer_hooks.share(self, self.inner)
 
     def release_inner(self) -> Optimizer:
         """Let go of the inner optimizer, which may step again."""
@@ -258,7 +255,7 @@ class OptimizerWrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self._share_hooks()
+        optimizer_hooks.share(self, self.inner)
         super().__setstate__({})
         if self.copied_hooks is not None:
             self.copied_hooks.attach(self)
@@ -289,7 +286,7 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.inner, OptimizerWrapper):
             self.inner.advance()
 
-    def notify_schedulers(self) -> None:
+    def tell_schedulers(self) -> None:
         """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
         for inner in optimizer_hooks.chain(self.inner):
             inner._opt_called = True
@@ -350,11 +347,11 @@ class OptimizerWrapper(Optimizer):
             raise ValueError(f"memtrain's state has format {number}; allowed: {FORMAT}")
         states = _by_parameter(self.param_groups, state_dict)
         self.check_own_state(own, states)
-        plain, groups = not _keeps_dtypes(self.inner), self.inner.param_groups
+        groups = self.inner.param_groups
         if not isinstance(self.inner, OptimizerWrapper):
             state_dict = in_groups.without(state_dict)
         self.inner.load_state_dict(state_dict)
-        if plain:
+        if not isinstance(self.inner, OptimizerWrapper | CompressedStates):
             _share_groups(self.inner, groups)
             _restore_dtypes(self.inner, state_dict)
         self.load_own_state(own, states)
@@ -369,10 +366,6 @@ def _by_parameter(
         for number, param in zip(saved["params"], group["params"], strict=False):
             found[param] = state_dict["state"].get(number, {})
     return found
-
-
-def _keeps_dtypes(optimizer: Optimizer) -> bool:
-    return isinstance(optimizer, OptimizerWrapper | CompressedStates)
 
 
 def _share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
