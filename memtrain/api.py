@@ -19,6 +19,7 @@ from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.optimizer_hooks import chain
 from memtrain.optim.states.peers import read_by
+from memtrain.optim.states.tested import is_tested
 from memtrain.optim.wrappers.apply import (
     KEEP,
     apply,
@@ -29,7 +30,7 @@ from memtrain.optim.wrappers.apply import (
 )
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan, make_plan
-from memtrain.plan.unmet import FirstStep, Untrained, warn_of_whole_states
+from memtrain.plan.unmet import FirstStep, Untrained, warn_of_untested, warn_of_whole_states
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrap_checks import check_given, check_optimizers
 from memtrain.wrapped import (
@@ -63,12 +64,14 @@ class _ChooseState:
     plan: Plan
     names: dict[nn.Parameter, str]
     model: WeakRef[nn.Module]
+    tested: bool
 
     def __call__(self, param: Tensor, state: str) -> Compressor | Keep:
         own = cast(nn.Parameter, param)
         if own not in self.names and (model := self.model()) is not None:  # added, or sharded since
             self.names = {p: name for name, p in model.named_parameters()}
-        return self.plan.choose_state(self.names.get(own, "(added later)"), state)
+        name = self.names.get(own, "(added later)")
+        return self.plan.choose_state(name, state, tested=self.tested)
 
     @property
     def seed(self) -> int:
@@ -143,7 +146,8 @@ def wrap(
 
     Warns:
         RuntimeWarning: If weights are split (`all_four`) and some that require gradients are in no
-            group of an optimizer: they are rounded to 16 bits, and their lower bits are lost.
+            group of an optimizer: they are rounded to 16 bits, and their lower bits are lost. If
+            states stay exact since memtrain does not know their optimizer.
 
     Memory:
         `balanced`: 3 bits per element for the input of a nonlinearity, 4.25 bits for most other
@@ -204,6 +208,7 @@ def _planned(
     check_optimizers(optimizers, plan)
     if not isinstance(cfg, Plan | Config):  # a planner's own choice may differ
         check_release(plan.config)
+    warn_of_untested(plan, optimizers)
     if hasattr(model, ATTRIBUTE):
         _let_go(model, optimizers)
         plan = make_plan(called, optimizers, cfg, batch=batch)  # dtypes are the original ones again
@@ -222,7 +227,9 @@ def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped
             group.setdefault(OWN, ())  # torch's flattened checkpoints load options of live groups
         wrapped.handles.append(optimizer.register_step_pre_hook(untrained))
         if wrapped.plan.state_rules:
-            wrapped.handles.append(optimizer.register_step_post_hook(warn_of_whole_states))
+            wrapped.handles.append(
+                optimizer.register_step_post_hook(partial(warn_of_whole_states, wrapped.plan))
+            )
         wrapped.handles.append(ModelState(wrapped).attach(optimizer))
         if first is not None:
             wrapped.handles.append(first.attach(optimizer))
@@ -230,9 +237,11 @@ def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped
 
 def _compressed(model: nn.Module, optimizers: list[Optimizer], plan: Plan) -> list[Optimizer]:
     names = {p: name for name, p in model.named_parameters()}
-    choose = _ChooseState(plan, names, WeakRef(model))
-    least = plan.config.optim.min_elements
-    return [optim.compress(optimizer, choose, min_elements=least) for optimizer in optimizers]
+    least, made = plan.config.optim.min_elements, []
+    for one in optimizers:
+        choose = _ChooseState(plan, names, WeakRef(model), is_tested(one))
+        made.append(optim.compress(one, choose, min_elements=least))
+    return made
 
 
 def unwrap(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> tuple[nn.Module, Any]:

@@ -16,6 +16,7 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
 from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
 from memtrain.optim.states.optimizer_hooks import innermost
+from memtrain.optim.states.tested import is_tested, keep
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind
@@ -42,7 +43,8 @@ def compress(
     Args:
         optimizer: A torch optimizer.
         choose: `(parameter, state name) -> compressor`, `Identity()` to keep a state exact; by
-            default the paper's: B128/DE and Rank-1/Linear.
+            default the paper's, B128/DE and Rank-1/Linear; of an optimizer that memtrain does not
+            know (`is_tested`), `Identity` for all.
         min_elements: Parameters of at most so many elements keep exact states.
 
     Returns:
@@ -65,7 +67,7 @@ def compress(
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True is refused: compressed states have no gradient")
-    choose = Bounded(choose or layout.Choice(min_elements=0), min_elements)
+    choose = Bounded(choose or default_choice(optimizer), min_elements)
     kind = becomes_fused(optimizer, choose)
     if kind is None:
         return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
@@ -74,6 +76,11 @@ def compress(
     new.adopt(optimizer)
     new.state.update(states)
     return new
+
+
+def default_choice(optimizer: Optimizer) -> layout.Choose:
+    """What is chosen for an optimizer's states without a `choose`, whatever their size."""
+    return layout.Choice(min_elements=0) if is_tested(optimizer) else keep
 
 
 class Bounded:
@@ -101,9 +108,9 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
         compressors = [compressor for compressor, _ in decided]
         # Where a shape rules the chosen one out, what serves instead may have no kernel beside the
         # other state: such a parameter is stepped separately; others keep their kernels.
-        separate = any(why and not compressor.is_identity for compressor, why in decided)
-        separate = separate and not any(compressor.fused_only for compressor in compressors)
-        if four.codecs(compressors) is None and not separate:
+        apart = any(why and not compressor.is_identity for compressor, why in decided)
+        apart = apart and not any(compressor.fused_only for compressor in compressors)
+        if four.codecs(compressors) is None and not apart:
             return None
         widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.

@@ -1,15 +1,15 @@
 """Optimizer states' memory: live bytes, and how each state is or will be kept."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from memtrain.compressors.base import Keep
 from memtrain.compressors.identity import Identity
-from memtrain.optim.convert import Bounded, becomes_fused
+from memtrain.optim.convert import Bounded, becomes_fused, default_choice
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.payloads import moment_dtype
 from memtrain.optim.states import layout
@@ -40,15 +40,8 @@ def state_bytes(optimizer: Optimizer) -> int:
     return sum(storages.values())
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for part in value.values():
-            yield from _tensors(part)
-    elif isinstance(value, list | tuple):
-        for part in value:
-            yield from _tensors(part)
+def _tensors(value: Any) -> list[Tensor]:
+    return [x for x in tree_leaves(value) if isinstance(x, Tensor)]
 
 
 def describe(optimizer: Optimizer) -> list[layout.StateRow]:
@@ -101,7 +94,7 @@ def predict(
         >>> [row.state for row in predict(torch.optim.SGD([weight], lr=1.0, momentum=0.9))]
         ['momentum_buffer']
     """
-    bounded = Bounded(choose or layout.Choice(min_elements=0), min_elements)
+    bounded = Bounded(choose or default_choice(optimizer), min_elements)
     return _rows(optimizer, bounded, min_elements, becomes_fused(optimizer, bounded))
 
 

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from memtrain.config.sizes import format_size
 from memtrain.config.sources import CPU, KEEP, Config
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.layout import is_unsigned
+from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.plan import file
 from memtrain.plan.entries import (
     NO_COUNTER,
@@ -40,6 +42,7 @@ from memtrain.plan.rules import (
     Rules,
     activation_rules,
     automatic_bits,
+    compresses,
     missing,
     recompute_inputs,
     state_rules,
@@ -124,11 +127,24 @@ class Plan:
             return self.bits.resolve(site, chosen)
         return chosen
 
-    def choose_state(self, parameter: str, state: str) -> Compressor | Keep:
-        """Return the compressor for a parameter's state, or the reason to keep it."""
-        names = self._aliases.get(parameter, (parameter,))
-        alternatives = [(name, state) for name in names]
-        return self.state_rules.choose_any(alternatives, signed=not is_unsigned(state))
+    def choose_state(self, parameter: str, state: str, *, tested: bool = True) -> Compressor | Keep:
+        """Return the compressor for a parameter's state, or the reason to keep it.
+
+        Args:
+            parameter: Its name.
+            state: Its name.
+            tested: Whether memtrain knows the optimizer (`is_tested`): else only exceptions hold.
+        """
+        alternatives = [(name, state) for name in self._aliases.get(parameter, (parameter,))]
+        rules = self.state_rules
+        chosen = rules.choose_any(alternatives, signed=not is_unsigned(state))
+        if tested or not compresses(chosen) or any(map(rules.is_exception, alternatives)):
+            return chosen
+        return UNTESTED
+
+    def _state_of(self, entry: PlanEntry, parameter: str, state: str) -> Compressor | Keep:
+        untested = entry.reason == UNTESTED.reason
+        return UNTESTED if untested else self.choose_state(parameter, state)
 
     def record(self, records: Iterable[Record]) -> None:
         """Add the activation sites of a forward; those that are recorded already stay.
@@ -241,7 +257,7 @@ class Plan:
                     if "*" not in site
                 ],
                 "optim": [
-                    (entry.site, self.choose_state(site[0], site[-1]), entry.comment)
+                    (entry.site, self._state_of(entry, *site[::2]), entry.comment)
                     for entry, site in states
                     if len(site) == 3 and entry.reason != NO_COUNTER
                 ],
@@ -336,16 +352,13 @@ def make_plan(
     plan = replace(plan, bits=plan.automatic_bits(), precision=precision, no_blocks=no_blocks)
     plan._entries["weight"] = predict_weights(model, each, config)
     plan._entries["gradient"] = predict_gradients(model, each, config)
-    by_rules = plan.choose_state if plan.state_rules else None
     least = config.optim.min_elements
     masters = training_dtypes(model, config)
-    plan._entries["state"] = [
-        entry
-        for one in each
-        for entry in predict_states(model, one, by_rules, min_elements=least, masters=masters)
-    ]
+    states = plan._entries["state"] = []
+    for one in each:
+        by_rules = partial(plan.choose_state, tested=is_tested(one)) if plan.state_rules else None
+        states += predict_states(model, one, by_rules, min_elements=least, masters=masters)
     if config.optim.device == CPU:
-        states = plan._entries["state"]
         plan._entries["state"] = [replace(one, planned=0, host=one.planned) for one in states]
     _check_states(plan)
     if batch is not None:

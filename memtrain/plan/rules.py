@@ -83,6 +83,10 @@ class Rules:
             first = self._winner(names)
         return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
 
+    def is_exception(self, names: tuple[str, ...]) -> bool:
+        """Return whether a rule of the user's matches a site."""
+        return self._winner(names) < len(self._exceptions)
+
     def choose_any(
         self, alternatives: Sequence[tuple[str, ...]], *, signed: bool = True
     ) -> Compressor | Keep:
@@ -121,6 +125,11 @@ class Rules:
         """Return whether any rule compresses."""
         exact = (chosen for signs in self._sites.values() for chosen in signs.values())
         return bool(self._rules) or any(not isinstance(chosen, Keep) for chosen in exact)
+
+
+def compresses(chosen: Compressor | Keep) -> bool:
+    """Return whether a choice changes what is stored."""
+    return not (isinstance(chosen, Keep) or chosen.is_identity)
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:

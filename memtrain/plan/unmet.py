@@ -2,6 +2,7 @@
 
 import sys
 import warnings
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -29,11 +30,12 @@ from memtrain.config.sizes import format_size
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import in_zero, is_sharded
+from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan
-from memtrain.plan.rules import Rules
+from memtrain.plan.rules import compresses
 
 LEAST = 2**16
 """Bytes below which ops that memtrain does not know cause no warning."""
@@ -103,18 +105,17 @@ def unmet(plan: Plan) -> list[Unmet]:
     for reason, fix in _FIXES.items():
         sites = plan.kept(reason)
         rules = plan.activation_rules
-        names = [site for site in sites if site.endswith("*") or _compresses(rules, site)]
+        names = [
+            site
+            for site in sites
+            if site.endswith("*") or compresses(rules.choose(Site.parse(site)))
+        ]
         nbytes = sum(sites[site] for site in names)
         least = SHARE * total if reason in (CUSTOM_FUNCTION, UNKNOWN_OP) else 0
         least = max(least, LEAST) if reason == UNKNOWN_OP else least
         if names and nbytes >= least:
             found.append(Unmet(reason, fix, tuple(names), nbytes))
     return found
-
-
-def _compresses(rules: Rules, site: str) -> bool:
-    chosen = rules.choose(Site.parse(site))
-    return not (isinstance(chosen, Keep) or chosen.is_identity)
 
 
 class FirstStep:
@@ -200,26 +201,49 @@ def _frames() -> int:
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
 
 
-def warn_of_whole_states(optimizer: Optimizer, *_: Any) -> None:
-    """After a step: warn once if no rule compresses any state of an optimizer, as of Adadelta."""
+def warn_of_untested(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+    """Warn at `wrap` of states that stay exact since memtrain does not know their optimizer."""
+    untested = [one for one in optimizers if not is_tested(one)]
+    groups = [group for one in untested for group in one.param_groups]
+    kept = [entry for entry in plan.entries("state") if entry.reason == UNTESTED.reason]
+    if kept:
+        names = ", ".join(type(one).__name__ for one in untested)
+        _warn_of_untested(names, groups, sum(one.planned + one.host for one in kept), 8)
+
+
+def _warn_of_untested(names: str, groups: list[dict[str, Any]], nbytes: int, level: int) -> None:
+    count = sum(param.numel() for group in groups for param in group["params"])
+    warnings.warn(
+        f"{nbytes / count:.3g} bytes per parameter of states of {names} stay exact: memtrain knows "
+        "only the optimizers in docs/guides/optimizers.md; in others an error of a few bits may "
+        "spoil a step; allowed: optim.exceptions for states that you have tested, or optim=none",
+        RuntimeWarning,
+        stacklevel=level,
+    )
+
+
+def warn_of_whole_states(plan: Plan, optimizer: Optimizer, *_: Any) -> None:
+    """After a step: warn once of states that no rule compresses, as of Adadelta."""
     states = innermost(optimizer)
     if not isinstance(states, CompressedStates) or vars(states).get("_is_checked"):
         return
-    names, nbytes = set(), 0
+    names, nbytes, compressed = defaultdict(set), defaultdict(int), False
     vars(states)["_is_checked"] = bool(states.state)
     for param, values in states.state.items():
         for name, value in values.items() if isinstance(param, Tensor) else ():
-            if states.is_payload(param, name, value):
-                return
-            whole = isinstance(value, Tensor) and value.shape == param.shape
-            if whole and states.compressor(param, name)[1] == NO_RULE.reason:
-                names.add(name)
-                nbytes += value.nbytes
-    if names:
+            compressed |= states.is_payload(param, name, value)
+            if isinstance(value, Tensor) and value.shape == param.shape:
+                reason = states.compressor(param, name)[1]
+                names[reason].add(name)
+                nbytes[reason] += value.nbytes
+    kind = states.plain_class().__name__
+    if nbytes[UNTESTED.reason] and UNTESTED.reason not in {e.reason for e in plan.entries("state")}:
+        _warn_of_untested(kind, states.param_groups, nbytes[UNTESTED.reason], 4)
+    if names[NO_RULE.reason] and not compressed:
         warnings.warn(
-            f"no state of {states.plain_class().__name__} is compressed: no rule matches "
-            f"{', '.join(sorted(names))} ({format_size(nbytes)}); allowed: optim.rules that name "
-            "them (docs/guides/optimizers.md), or optim=none",
+            f"no state of {kind} is compressed: no rule matches "
+            f"{', '.join(sorted(names[NO_RULE.reason]))} ({format_size(nbytes[NO_RULE.reason])}); "
+            "allowed: optim.rules that name them (docs/guides/optimizers.md), or optim=none",
             RuntimeWarning,
             stacklevel=3,
         )

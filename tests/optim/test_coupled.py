@@ -1,4 +1,4 @@
-"""Optimizers whose step of one parameter reads another's gradient: stepped all at once."""
+"""Optimizers of others: parameters may be coupled, and states may mean other things."""
 
 import copy
 
@@ -7,8 +7,12 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.optim import ReleaseGradients, compress
+from memtrain import optim
+from memtrain.compressors import Identity
+from memtrain.optim import Choice, ReleaseGradients, compress
 from memtrain.optim.states.first_step import SEPARABLE, is_separable
+from memtrain.optim.states.tested import UNTESTED
+from memtrain.plan.plan import make_plan
 
 
 class Coupled(torch.optim.Optimizer):
@@ -124,9 +128,79 @@ def test_exact_is_exact(cls, closure):
     assert train(model, original) == train(plain, reference)
 
 
-@pytest.mark.parametrize(
-    "cfg", ["balanced", "optimizer_only", ["weights=bf16+16", "optim=identity"]]
-)
+def asked(state):
+    """The user's own rule, which holds for any optimizer."""
+    rule = {"state": state, "compressor": "B128/DE"}
+    return {"preset": "optimizer_only", "optim": {"exceptions": [rule]}}
+
+
+class Logarithms(torch.optim.Adam):
+    """Adam's names for other things: the second state holds logarithms, which are negative."""
+
+    separable = True
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                if not state:
+                    state.update(exp_avg=torch.zeros_like(p), exp_avg_sq=torch.full_like(p, -20.0))
+                state["exp_avg"].lerp_(p.grad, 0.1)
+                square = state["exp_avg_sq"].exp().lerp(p.grad.square(), 0.01)
+                state["exp_avg_sq"].copy_(square.log())
+                p.addcdiv_(state["exp_avg"], square.sqrt() + 1e-8, value=-1e-3)
+
+
+def test_states_of_an_unknown_optimizer_stay_exact_and_are_reported():
+    plain, model = make(), make()
+    expected = train(plain, Logarithms(plain.parameters()))
+    with pytest.warns(RuntimeWarning, match="^7.91 bytes per .* of Logarithms stay exact"):
+        _, optimizer = memtrain.wrap(model, Logarithms(model.parameters()), "optimizer_only")
+    assert train(model, optimizer) == expected  # and warns no more
+    rows = [row for row in optim.describe(optimizer) if row.param.dim() == 2]
+    assert {(row.compressor, row.reason) for row in rows} == {(Identity(), UNTESTED.reason)}
+    plan = memtrain.plan_of(model)
+    kept = {entry.planned for entry in plan.entries("state") if entry.reason == UNTESTED.reason}
+    assert kept == {4 * 64 * 128}
+    again = make_plan(plain, Logarithms(plain.parameters()), plan)  # as loaded from a file
+    assert {e.planned for e in again.entries("state")} >= kept
+
+
+def test_compress_and_predict_keep_the_states_of_an_unknown_optimizer():
+    model = make()
+    plain = Logarithms(model.parameters())
+    train(model, plain, 1)
+    assert {row.reason for row in optim.predict(plain) if row.param.dim() == 2} == {UNTESTED.reason}
+    state = compress(plain).state[model[0].weight]
+    assert all(isinstance(value, torch.Tensor) for value in state.values())
+
+
+def test_a_rule_of_the_user_compresses_states_of_an_unknown_optimizer():
+    model = make()
+    with pytest.warns(RuntimeWarning, match="^3.95 bytes per parameter of states of Logarithms"):
+        _, optimizer = memtrain.wrap(model, Logarithms(model.parameters()), asked("exp_avg"))
+    train(model, optimizer, 1)
+    state = optimizer.state[model[0].weight]
+    assert isinstance(state["exp_avg"], dict)
+    assert isinstance(state["exp_avg_sq"], torch.Tensor)
+
+
+def test_states_that_are_known_after_a_step_are_reported_then():
+    model = make()
+    _, optimizer = memtrain.wrap(model, Coupled(groups(model)), "optimizer_only")
+    with pytest.warns(RuntimeWarning, match=r"^3\.95 bytes per .* of Coupled stay exact"):
+        train(model, optimizer, 1)
+    train(model, optimizer, 2)  # and warns no more
+
+
+def test_exact_says_nothing_of_unknown_optimizers(recwarn):
+    model = make()
+    memtrain.wrap(model, Logarithms(model.parameters()), "exact")
+    assert not recwarn.list
+
+
+@pytest.mark.parametrize("cfg", [asked("momentum_buffer"), ["weights=bf16+16", "optim=identity"]])
 def test_compressed_it_follows(cfg):
     plain, model = make(), make()
     _, optimizer = memtrain.wrap(model, Coupled(groups(model)), cfg)
@@ -145,7 +219,7 @@ def plain_total(_, steps):
 
 def test_states_that_a_step_leaves_alone_are_not_rounded_again():
     model = make()
-    optimizer = compress(Coupled(groups(model)))
+    optimizer = compress(Coupled(groups(model)), Choice(min_elements=0))
     train(model, optimizer, 2)
     before = copy.deepcopy(optimizer.state[model[2].weight]["momentum_buffer"])
     optimizer.zero_grad()
@@ -158,7 +232,7 @@ def test_states_that_a_step_leaves_alone_are_not_rounded_again():
 
 def test_train_and_eval_reach_the_inner_optimizer():
     model = make()
-    _, optimizer = memtrain.wrap(model, ScheduleFree(groups(model)), "balanced")
+    _, optimizer = memtrain.wrap(model, ScheduleFree(groups(model)), asked("momentum_buffer"))
     train(model, optimizer, 3)
     weight = model[0].weight.detach().clone()
     momentum = optimizer.unpacked(model[0].weight)["momentum_buffer"]

@@ -27,6 +27,7 @@ from memtrain.optim.states.first_step import (
     state_shapes,
 )
 from memtrain.optim.states.shards import local
+from memtrain.optim.states.tested import is_tested, keep
 from memtrain.optim.states.untraced import untraced
 
 _ZERO_IN_HALF = 2.0**-25
@@ -47,7 +48,8 @@ class CompressedOptimizer(CompressedStates):
     Args:
         optimizer: A torch optimizer, at any step of a run. Its parameter groups are shared; its
             states move here.
-        choose: `(parameter, state name) -> compressor`; by default the paper's (`layout.Choice`).
+        choose: `(parameter, state name) -> compressor`; by default the paper's (`layout.Choice`)
+            for an optimizer that `is_tested`, none for others.
         min_elements: States of at most so many elements are kept.
 
     Raises:
@@ -81,7 +83,7 @@ class CompressedOptimizer(CompressedStates):
         refuse(optimizer)
         for group in optimizer.param_groups:
             self.check(group)
-        self.choose = choose or layout.Choice()
+        self.choose = choose or (layout.Choice() if is_tested(optimizer) else keep)
         self.min_elements = min_elements
         for group in optimizer.param_groups:
             self._refuse_fused_only(optimizer, group)
@@ -171,7 +173,7 @@ class CompressedOptimizer(CompressedStates):
                     self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
-        self.notify_schedulers()
+        self.tell_schedulers()
         return loss
 
     def check_sizes(self, group: dict[str, Any]) -> None:
