@@ -55,7 +55,7 @@ GOALS = {
 PRIVATE = re.compile(
     "settles?|settled|settling|surprised|look_of|witness(es)?|step_aside|step_back|stepped_aside|"
     "kinks?|strangers?|needless|alike|mend(s|ed|ing)?|tells?|told|telling|seats?|foretells?|"
-    "foretold|carrier|leads_to|dropping|running_again|shell|away|leaving|apart",
+    "foretold|carrier|leads_to|dropping|running_again|shell|leaving|apart",
     re.IGNORECASE,
 )
 """Words that readers from outside had to guess, matched as whole words."""

@@ -37,7 +37,7 @@ def test_all_four_trains_a_tiny_gpt_to_plains_loss():
     reached = [run.validate().loss for run in (plain, wrapped)]
     assert start - reached[0] > 0.5  # it learns at all
     assert start - reached[1] > 0.9 * (start - reached[0])  # the bar of every preset (test_api)
-    # Released, but for the witness that nobody clips: the gradient of a smallest parameter.
+    # Released, but for the kept gradient: the gradient of a smallest parameter.
     assert wrapped.bytes["gradients"] == min(p.nbytes for p in wrapped.model.parameters())
     assert wrapped.bytes["weights"] == plain.bytes["weights"] / 2
     assert {p.dtype for p in wrapped.model.parameters()} == {torch.bfloat16}

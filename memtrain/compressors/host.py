@@ -11,8 +11,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import SAVED, Compressor, Key, Packed
+from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 from memtrain.kernels.dispatch import host_work, is_for_cuda, simulation
-from memtrain.kernels.leaving import AT_ONCE, Leaving
 
 
 class Transfers(Protocol):
@@ -35,24 +35,24 @@ class _Streams:
     """CUDA: pinned host memory, and a side stream each way.
 
     Device memory is reused in the order of the stream that was current when a copy to the host
-    started (`Leaving`) or a payload was requested. A copy back waits for its copy
+    started (`CopiesInFlight`) or a payload was requested. A copy back waits for its copy
     out. The returned tensors belong to the requesting stream; use on another stream is recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving = Leaving()
+        self._in_flight = CopiesInFlight()
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         stream = torch.cuda.current_stream(self.device)
-        self._leaving.make_room()
+        self._in_flight.make_room()
         self._out.wait_stream(stream)
         with torch.cuda.stream(self._out):
             copies = {name: _pinned(x) for name, x in tensors.items()}
             for name, x in tensors.items():
                 copies[name].copy_(x, non_blocking=True)
-        self._leaving.add(stream, self._out.record_event(), [*tensors.values()])
+        self._in_flight.add(stream, self._out.record_event(), [*tensors.values()])
         return copies
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
@@ -72,7 +72,7 @@ class _Streams:
         if stream != asked:  # autograd runs each op on the stream of its forward
             for x in tensors.values():
                 x.record_stream(stream)
-        self._leaving.clear()  # mostly at no cost: copies back have waited for earlier copies out
+        self._in_flight.clear()  # mostly at no cost: copies back have waited for earlier copies out
 
 
 def _pinned(x: Tensor) -> Tensor:
@@ -99,7 +99,7 @@ class _Simulated:
     """Fake tensors of CUDA: as many copies are in flight as in a real run."""
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        in_flight = simulation.leaving
+        in_flight = simulation.in_flight
         del in_flight[: max(0, len(in_flight) + 1 - AT_ONCE)]
         in_flight.append([*tensors.values()])
         with host_work():
@@ -109,7 +109,7 @@ class _Simulated:
         return {name: torch.empty_like(x) for name, x in tensors.items()}, None
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        simulation.leaving.clear()
+        simulation.in_flight.clear()
 
 
 _SIMULATED = _Simulated()

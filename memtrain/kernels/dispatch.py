@@ -31,13 +31,13 @@ class _Simulation(threading.local):
     def __init__(self) -> None:  # Dynamo guards what an instance has, not what its class has
         self.device: str | None = None
         self.on_host = False
-        self.leaving: list[Any] = []
+        self.in_flight: list[Any] = []
 
 
 simulation = _Simulation()
-"""`device`: the type of the device of the step that this thread simulates now; `on_host`: whether
-what runs now is work of the host beside it, on tensors in its own memory; `leaving`: tensors whose
-copy to the host is in flight, until the outermost block of `simulating` ends."""
+"""`device`: the device type of the step that this thread simulates; `on_host`: whether the running
+op is work of the host on host memory; `in_flight`: tensors that are being copied to the host, until
+the outermost block of `simulating` ends."""
 
 
 @contextmanager
@@ -95,7 +95,7 @@ def simulating(device: str | None = None) -> Iterator[None]:
     finally:
         simulation.device = before
         if before is None:
-            simulation.leaving.clear()
+            simulation.in_flight.clear()
 
 
 @contextmanager

@@ -108,9 +108,9 @@ def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStat
         compressors = [compressor for compressor, _ in decided]
         # Where a shape rules the chosen one out, what serves instead may have no kernel beside the
         # other state: such a parameter is stepped separately; others keep their kernels.
-        apart = any(why and not compressor.is_identity for compressor, why in decided)
-        apart = apart and not any(compressor.fused_only for compressor in compressors)
-        if four.codecs(compressors) is None and not apart:
+        separate = any(why and not compressor.is_identity for compressor, why in decided)
+        separate = separate and not any(compressor.fused_only for compressor in compressors)
+        if four.codecs(compressors) is None and not separate:
             return None
         widths |= {compressor.bits for compressor in compressors}
     # All exact: torch's own step then keeps the run bit-identical to the plain one.

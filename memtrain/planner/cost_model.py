@@ -120,7 +120,7 @@ def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[
         for path in paths:
             module = copy.get_submodule(path)
             module.register_forward_pre_hook(counter.entering(path), prepend=True)
-            module.register_forward_hook(counter.leaving, always_call=True)
+            module.register_forward_hook(counter.exited, always_call=True)
         with counter:
             yield
 
@@ -141,7 +141,7 @@ class _Counter(TorchDispatchMode):
 
         return enter
 
-    def leaving(self, module: nn.Module, args: Any, output: Any) -> None:
+    def exited(self, module: nn.Module, args: Any, output: Any) -> None:
         self.path = ""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

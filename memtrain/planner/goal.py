@@ -16,7 +16,7 @@ from memtrain.planner.schemes import AGAIN, LOSSLESS
 ALLOWED = ("quantise", "recompute", "release", "weights")
 """Compress saved tensors and optimizer states; recompute blocks; release gradients inside the
 backward; keep weights in two bytes, with a correction or rounded stochastically."""
-Told = Callable[[str, int, int], None]
+Progress = Callable[[str, int, int], None]
 """Called with a stage of the planning, the number of the part that begins, and the number of parts
 (both 0 if they are not counted)."""
 Objective = Literal["time", "error"]

@@ -20,7 +20,7 @@ from memtrain.config.sources import KEEP
 from memtrain.plan.build import spec
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import activation_rules as rules_of
-from memtrain.planner.goal import Told, silent
+from memtrain.planner.goal import Progress, silent
 from memtrain.planner.knapsack import Item, Option, pareto_front
 from memtrain.planner.noise import derived_error, relative_error
 from memtrain.planner.schemes import (
@@ -63,7 +63,7 @@ _Trace = list[SavedTensor]
 
 
 def saved_items(
-    plan: Plan, model: nn.Module, batch: Any, *, quantise: bool, told: Told = silent
+    plan: Plan, model: nn.Module, batch: Any, *, quantise: bool, progress: Progress = silent
 ) -> list[Item]:
     """Trace a forward under each scheme, group what is saved together, and list its options.
 
@@ -75,14 +75,14 @@ def saved_items(
         model: Real or fake; not changed.
         batch: What it is called with.
         quantise: Whether there are other schemes than `keep`.
-        told: Called with each forward.
+        progress: Called with each forward.
 
     Returns:
         Items in the order of the forward.
     """
     pairs = [(name, DEFAULT) for name in (SCHEMES if quantise else (KEEP,))]
     pairs += [(name, NARROW) for name in ((CODES, GROUPS) if quantise else ())]
-    traces = _traces([_under(plan, model, *pair) for pair in pairs], model, batch, told)
+    traces = _traces([_under(plan, model, *pair) for pair in pairs], model, batch, progress)
     wide = {name: trace for (name, own), trace in zip(pairs, traces, strict=True) if own is DEFAULT}
     groups = _united(traces)
     slopes: dict[tuple[Any, ...], tuple[str, int]] = {}
@@ -134,13 +134,13 @@ def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int])
 
 
 def _traces(
-    plans: Sequence[Plan], model: nn.Module, batch: Any, told: Told = silent
+    plans: Sequence[Plan], model: nn.Module, batch: Any, progress: Progress = silent
 ) -> list[_Trace]:
     """Trace a forward under each plan; plans with the same choices share a trace."""
     known: list[tuple[dict[Site, Compressor | Keep], _Trace]] = []
     found: list[_Trace] = []
     for place, plan in enumerate(plans, 1):
-        told("a forward under each scheme", place, len(plans))
+        progress("a forward under each scheme", place, len(plans))
         same = (
             trace
             for choices, trace in known

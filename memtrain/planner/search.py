@@ -29,7 +29,7 @@ from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 from memtrain.planner.advice import advice
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Told, silent
+from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Progress, silent
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
 from memtrain.planner.optimizer_states import States, gather_states
 from memtrain.planner.schemes import STATES, TORCH
@@ -114,7 +114,7 @@ def fit(
     cfg: Any = None,
     *,
     goal: Goal = Goal(),  # noqa: B008 (a frozen value)
-    told: Told = silent,
+    progress: Progress = silent,
 ) -> Fit:
     """Choose what to compress and what to recompute, so that a training step's peak fits.
 
@@ -135,7 +135,7 @@ def fit(
             `gradients` hold; its rules do not. With `optim.device=cpu` states take none of the
             budget where the step is CUDA's, and time on the bus and in the host.
         goal: What is allowed, and what for.
-        told: Called with each stage, and how much of it is done.
+        progress: Called with each stage, and how much of it is done.
 
     Returns:
         The plan, the promised peak, step time and error.
@@ -156,16 +156,16 @@ def fit(
         True
     """
     size = parse_size(budget, "budget")
-    planning = _planning(model, optimizer, batch, cfg, goal, told)
+    planning = _planning(model, optimizer, batch, cfg, goal, progress)
     optimizer = planning.given[1]
     best, timeline = planning.best(goal, size)
     peak = timeline.needed
     if peak.nbytes > size:
-        told("what would help", 0, 0)
+        progress("what would help", 0, 0)
         resized = partial(planning.largest, best, goal, size)
         error = partial(planning.enough_error, goal, size)
         raise DoesNotFit(size, peak, advice(size, peak, batch, goal, resized, error))
-    told("the plan's sites", 0, 0)
+    progress("the plan's sites", 0, 0)
     return Fit(
         plan=_plan(model, optimizer, config_of(best), batch, goal.options),
         budget=size,
@@ -220,10 +220,10 @@ class _Planning:
         optimizer: Optimizer,
         config: Config,
         batch: Any,
-        told: Told,
+        progress: Progress,
     ) -> None:
         self.given = model, optimizer, batch
-        self.config, self.told = config, told
+        self.config, self.progress = config, progress
         self.spaces: dict[Any, SearchSpace] = {}
 
     def best(self, goal: Goal, size: int) -> tuple[CandidatePlan, Timeline]:
@@ -233,7 +233,7 @@ class _Planning:
 
         @cache
         def timeline(index: int) -> Timeline:
-            self.told("the peak of a plan", next(count), most)
+            self.progress("the peak of a plan", next(count), most)
             return predict(*self.given, config_of(listed[index]), goal.options)
 
         place = first_that_fits(listed, lambda index: timeline(index).needed, size)
@@ -261,7 +261,7 @@ class _Planning:
 
     def _candidates(self, goal: Goal) -> list[CandidatePlan]:
         """Those of every way to keep weights and gradients."""
-        (model, optimizer, batch), config, told = self.given, self.config, self.told
+        (model, optimizer, batch), config, progress = self.given, self.config, self.progress
         names, found = goal.names, []
         variants = STATES if "quantise" in names else (TORCH,)
         known: dict[bool, list[States]] = {}
@@ -271,11 +271,11 @@ class _Planning:
             # Float32 masters have float32 states, whatever the dtype of the weights is now.
             masters = any(p.dtype != torch.float32 for p in training_dtypes(model, held))
             if masters not in known:
-                told("optimizer states", 0, 0)
+                progress("optimizer states", 0, 0)
                 known[masters] = gather_states(model, optimizer, held, variants, goal)
             key = _converts(model, batch, held)
             if key not in self.spaces:
-                self.spaces[key] = gather(model, optimizer, held, batch, goal, told)
+                self.spaces[key] = gather(model, optimizer, held, batch, goal, progress)
             space = self.spaces[key]
             none = replace(space.plan.config, weights=weights)
             for gradients in _settings(config.gradients, ("release",), "release" in names):
@@ -283,15 +283,17 @@ class _Planning:
                 whole = replace(space, plan=plan)
                 way = key, gradients
                 if way not in solved:
-                    told("combinations", 0, 0)
+                    progress("combinations", 0, 0)
                     solved[way] = solve(priced(whole, goal), goal.max_error, goal.objective)
-                apart = goal.options.on_cuda(model)
-                found += candidate_plans(whole, goal, solved[way], known[masters], apart=apart)
+                separate_host = goal.options.on_cuda(model)
+                found += candidate_plans(
+                    whole, goal, solved[way], known[masters], separate_host=separate_host
+                )
         return found
 
 
 def _planning(
-    model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, goal: Goal, told: Told
+    model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, goal: Goal, progress: Progress
 ) -> _Planning:
     """Check what `fit` is given, and begin."""
     plain, compiled = compiled_parts(model)
@@ -301,7 +303,7 @@ def _planning(
             "torch.compile, as plans that fit are of eager steps"
         )
     config = Config() if cfg is None else load(cfg)
-    return _Planning(model, inner_optimizer(optimizer), config, batch, told)
+    return _Planning(model, inner_optimizer(optimizer), config, batch, progress)
 
 
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
@@ -360,7 +362,7 @@ def candidate_plans(
     solutions: Sequence[Solution],
     variants: Sequence[States],
     *,
-    apart: bool,
+    separate_host: bool,
 ) -> list[CandidatePlan]:
     """Combine solutions for saved tensors with variants of states, where no other is better.
 
@@ -369,13 +371,13 @@ def candidate_plans(
         goal: What is asked.
         solutions: For its saved tensors.
         variants: Of optimizer states.
-        apart: Whether host memory is not the device's.
+        separate_host: Whether the device has memory of its own.
 
     Returns:
         Plans, for each variant of states the best first.
     """
     weights, gradients = (
-        sum(entry.on_device(apart) for entry in space.plan.entries(kind))
+        sum(entry.on_device(separate_host) for entry in space.plan.entries(kind))
         for kind in ("weight", "gradient")
     )
     base = 3 * goal.rates.seconds(space.work)

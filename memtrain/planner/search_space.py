@@ -12,7 +12,7 @@ from memtrain.audit.peak.predict import conditions
 from memtrain.config.sources import Config
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.planner.cost_model import Work, measure_forward
-from memtrain.planner.goal import Goal, Told, silent
+from memtrain.planner.goal import Goal, Progress, silent
 from memtrain.planner.knapsack import Item, Option, Segment
 from memtrain.planner.saved_tensors import saved_items
 from memtrain.planner.schemes import AGAIN
@@ -41,7 +41,7 @@ def gather(
     config: Config,
     batch: Any,
     goal: Goal,
-    told: Told = silent,
+    progress: Progress = silent,
 ) -> SearchSpace:
     """Trace a forward under each scheme, and once with every block recomputed.
 
@@ -51,7 +51,7 @@ def gather(
         config: Its exceptions hold under every scheme; its rules do not.
         batch: What the model is called with.
         goal: Whether it allows `quantise` and `recompute`; its rates, and its step's options.
-        told: Called with each forward.
+        progress: Called with each forward.
 
     Returns:
         Segments in the order of the forward.
@@ -62,7 +62,9 @@ def gather(
     work = measure_forward(model, batch, paths)
     again: dict[str, Option] = {}
     with conditions(model, goal.options):
-        items = saved_items(plan, model, batch, quantise="quantise" in goal.names, told=told)
+        items = saved_items(
+            plan, model, batch, quantise="quantise" in goal.names, progress=progress
+        )
         if paths:
             for path, nbytes in _input_bytes(plan, model, batch, paths).items():
                 seconds = goal.rates.seconds(work.get(path, Work()))

@@ -23,7 +23,7 @@ class Late(TorchDispatchMode):
     def __init__(self, monkeypatch, pinned=torch.clone):
         super().__init__()
         self.queue, self.kept, self.pinned = [], [], pinned
-        monkeypatch.setattr(uploads, "_pinned", self.pin)
+        monkeypatch.setattr(uploads, "_sendable", self.sendable)
         real = launch.launch
         monkeypatch.setattr(
             launch,
@@ -31,7 +31,7 @@ class Late(TorchDispatchMode):
             lambda *given, **more: self.queue.append(partial(real, *given, **more)),
         )
 
-    def pin(self, numbers, device):
+    def sendable(self, numbers, device):
         self.kept.append(self.pinned(numbers))  # as PyTorch's allocator of pinned memory does
         return self.kept[-1]
 

@@ -89,7 +89,7 @@ def test_step_only_ends_the_step():
     optimizer.register_step_post_hook(lambda *_: calls.append(1))
     model(batch(0)).sum().backward()
     after = copy.deepcopy(model.state_dict())
-    assert [p.numel() for p in model.parameters() if p.grad is not None] == [1]  # the witness
+    assert [p.numel() for p in model.parameters() if p.grad is not None] == [1]  # the kept gradient
     optimizer.step()
     scheduler.step()
     assert all(torch.equal(after[k], v) for k, v in model.state_dict().items())

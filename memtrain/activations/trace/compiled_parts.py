@@ -82,7 +82,7 @@ def compile_in_place(model: nn.Module, how: str, *, dynamic: bool | None = None)
         model.get_submodule(path).compile(dynamic=dynamic)
 
 
-def compile_alike(model: nn.Module, parts: Mapping[str, Any]) -> None:
+def compile_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
     """Compile parts of a model so that what their graphs hold is that of a real run.
 
     Graphs are made as the backend makes them, and then run op by op, so that fake tensors will do

@@ -13,7 +13,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.call_arguments import call_arguments
-from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
+from memtrain.activations.trace.compiled_parts import compile_parts, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.fake_results import RealResults
 from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
@@ -90,7 +90,7 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
         args, kwargs = call_arguments(fake)
         watch = nullcontext() if observe is None else observe(copy)
         with interception.alone(), _inputs_cast(copy, next(iter(named.values()), None)), watch:
-            compile_alike(copy, parts)
+            compile_parts(copy, parts)
             copy(*args, **kwargs)
     return records
 

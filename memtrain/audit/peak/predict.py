@@ -21,7 +21,7 @@ from torch._subclasses.fake_tensor import (
 from torch.optim import LBFGS, Optimizer
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.trace.compiled_parts import compile_alike, compiled_parts
+from memtrain.activations.trace.compiled_parts import compile_parts, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import allocator, cuda
@@ -39,7 +39,7 @@ from memtrain.kernels.dispatch import simulating
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.optimizer_hooks import innermost
-from memtrain.optim.wrappers.host_copies import LeavingCopies
+from memtrain.optim.wrappers.host_copies import DelayedCopies
 from memtrain.optim.wrappers.host_states import HostStates
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -127,9 +127,9 @@ def _predicted(
         if on_cuda and not isinstance(innermost(optimizer), FusedStates):
             _step_uncaptured(optimizer)
         if on_cuda and isinstance(optimizer, HostStates):
-            leaving = LeavingCopies()
-            optimizer.copies = lambda param: leaving
-        compile_alike(model, parts)
+            copies = DelayedCopies()
+            optimizer.copies = lambda param: copies
+        compile_parts(model, parts)
         corrections = cuda.CudaForms if on_cuda else nullcontext
         holds = held_on_cuda if on_cuda else held_inside
         first = StorageRecorder(model, fake=True, corrections=corrections)
@@ -139,7 +139,7 @@ def _predicted(
         else:
             _first_update(optimizer, first)
         recorder = StorageRecorder(
-            model, fake=True, corrections=corrections, inside=holds, apart=on_cuda
+            model, fake=True, corrections=corrections, inside=holds, separate_host=on_cuda
         )
         trained = record_step(model, optimizer, batch, options, recorder)
         # The first step gave states to every parameter: those without a gradient have none.

@@ -56,7 +56,7 @@ class StorageRecorder(TorchDispatchMode):
             optimizer's step counter, a norm) is then 0.5, or 1 of integers.
         corrections: What forwards and backwards run under, so that they save what another device
             would save.
-        apart: Whether host memory is not the device's: what lies there does not count.
+        separate_host: Whether host memory is not the device's: tensors there do not count.
         inside: Bytes that an op holds while it runs besides what it returns, given the op, its
             arguments and its result (`held_inside.held_inside`).
     """
@@ -68,10 +68,10 @@ class StorageRecorder(TorchDispatchMode):
         fake: bool = False,
         corrections: Callable[[], AbstractContextManager[Any]] = nullcontext,
         inside: Callable[[Any, Any, Any, Any], int] = nothing_inside,
-        apart: bool = False,
+        separate_host: bool = False,
     ) -> None:
         super().__init__()
-        self.apart = apart
+        self.separate_host = separate_host
         self.events: list[Event] = []
         self.categories: list[str] = [TEMPORARIES]  # the first one: what ops hold inside themselves
         """Of each storage, by its number."""
@@ -111,7 +111,7 @@ class StorageRecorder(TorchDispatchMode):
             made = self._without_older(made, func, (args, kwargs))
         if func is _ADD and self.phase == "backward" and _is_summed_in_place(args[0]):
             self._release(args[0].untyped_storage()._cdata)
-        elsewhere = self.apart and is_host_work()
+        elsewhere = self.separate_host and is_host_work()
         held = 0 if elsewhere else self.inside(func, args, kwargs, result)
         new = any(storage.nbytes() and storage._cdata not in self._numbers for storage in made)
         if held or new:

@@ -145,7 +145,7 @@ def record_step(
 
 def _adopt_states(recorder: StorageRecorder, optimizer: Optimizer) -> None:
     """States, and what belongs to weights but is held by the optimizer."""
-    elsewhere = recorder.apart and isinstance(optimizer, HostStates)
+    elsewhere = recorder.separate_host and isinstance(optimizer, HostStates)
     recorder.adopt(state_tensors(optimizer), NOTHING if elsewhere else STATES)
     recorder.adopt(_held_weights(optimizer), NOTHING if elsewhere else WEIGHTS)
 

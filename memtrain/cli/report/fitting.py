@@ -18,7 +18,7 @@ from memtrain.config.sources import Config
 from memtrain.plan.file import load
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit, Fit, Goal, fit
-from memtrain.planner.goal import Told, silent
+from memtrain.planner.goal import Progress, silent
 
 _MOST = 2**20
 
@@ -67,7 +67,7 @@ def goal(request: Request, step: StepOptions) -> Goal | None:
 
 
 def planned(
-    request: Request, config: Config, built: Built, goal: Goal | None, told: Told = silent
+    request: Request, config: Config, built: Built, goal: Goal | None, progress: Progress = silent
 ) -> Fit | None:
     """The plan that fits the budget, if there is one to fit.
 
@@ -76,7 +76,7 @@ def planned(
         config: Whose exceptions and options hold.
         built: Model, optimizer and batch.
         goal: What is asked of the plan.
-        told: Called with each stage.
+        progress: Called with each stage.
 
     Returns:
         What the planner found; None without a goal.
@@ -89,7 +89,7 @@ def planned(
     if goal is None or request.budget is None:
         return None
     try:
-        return fit(*built, request.budget, config, goal=goal, told=told)
+        return fit(*built, request.budget, config, goal=goal, progress=progress)
     except (ValueError, TypeError):
         raise
     # A user's model may raise anything under fake tensors: one line, not a traceback.

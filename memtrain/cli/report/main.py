@@ -79,24 +79,24 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
     request, config = requested(options.overrides)
     config = fitting.chosen(request, config)
-    told = partial(working, errors)
+    progress = partial(working, errors)
     step = _step(request, options, errors)
-    with told("reading the goal"):
+    with progress("reading the goal"):
         goal = fitting.goal(request, step)
-    with told(f"building {request.model}{'' if options.measure else ' without its weights'}"):
+    with progress(f"building {request.model}{'' if options.measure else ' without its weights'}"):
         built = (
             build_real(request, config.seed, _place(step)) if options.measure else build(request)
         )
-    with told("planning") as stage:
+    with progress("planning") as stage:
         planned = fitting.planned(request, config, built, goal, stage)
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
         fitting.save(options.plan, built, config, step)
-    report = _audited(options, built, config, step, told)
+    report = _audited(options, built, config, step, progress)
     asked = settings(request, options.overrides, built[2])
     sizes, memory = {}, parse_size(request.memory or 0, "memory")
     if memory:
-        sizes = fitting.largest_sizes(built, request, config, step, told)
+        sizes = fitting.largest_sizes(built, request, config, step, progress)
     outcome = Outcome(report, asked, sizes, memory, planned)
     for path, text in _files(options, outcome):
         write(path, text)

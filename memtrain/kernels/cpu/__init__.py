@@ -36,11 +36,11 @@ def library() -> ctypes.CDLL | None:
 
 
 def _built_of(loaded: ctypes.CDLL) -> str:
-    tells = getattr(loaded, "mt_sources", None)
-    if tells is None:
+    sources = getattr(loaded, "mt_sources", None)
+    if sources is None:
         return "an older library's"
-    tells.restype = ctypes.c_char_p
-    return tells().decode()
+    sources.restype = ctypes.c_char_p
+    return sources().decode()
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:

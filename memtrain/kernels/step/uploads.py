@@ -24,10 +24,10 @@ def send(numbers: Tensor, to: Tensor) -> None:
         >>> there
         tensor([1., 1.])
     """
-    to.copy_(_pinned(numbers, to.device), non_blocking=True)
+    to.copy_(_sendable(numbers, to.device), non_blocking=True)
 
 
-def _pinned(numbers: Tensor, device: torch.device) -> Tensor:
+def _sendable(numbers: Tensor, device: torch.device) -> Tensor:
     """A copy that nobody writes, where a device can read it on its own."""
     pinned = device.type == "cuda" and not isinstance(numbers, FakeTensor)
     return numbers.pin_memory() if pinned else numbers
@@ -36,11 +36,11 @@ def _pinned(numbers: Tensor, device: torch.device) -> Tensor:
 def read(numbers: Sequence[Tensor]) -> list[float]:
     """Numbers of devices, in order: one wait for each device and dtype."""
     found: list[float] = [0.0] * len(numbers)
-    alike: dict[object, list[int]] = defaultdict(list)
+    groups: dict[object, list[int]] = defaultdict(list)
     for k, number in enumerate(numbers):
-        alike[number.device, number.dtype].append(k)
-    for places in alike.values():
-        values = torch.stack([numbers[k] for k in places]).tolist()
-        for k, value in zip(places, values, strict=True):
+        groups[number.device, number.dtype].append(k)
+    for indices in groups.values():
+        values = torch.stack([numbers[k] for k in indices]).tolist()
+        for k, value in zip(indices, values, strict=True):
             found[k] = value
     return found

@@ -209,12 +209,12 @@ class FusedStates(CompressedStates):
             prepared.run(self._inputs(prepared, given))
         else:
             self._prepare_and_step()
-        self._tell_autograd()
+        self._increase_versions()
         self._watch.after(watched)
-        self.tell_schedulers()
+        self.notify_schedulers()
         return loss
 
-    def _tell_autograd(self) -> None:
+    def _increase_versions(self) -> None:
         """Count a change of each parameter that was stepped: kernels write past autograd.
 
         A backward that needs a weight as it was before the step is then refused, as by torch.

@@ -173,7 +173,7 @@ class CompressedOptimizer(CompressedStates):
                     self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
-        self.tell_schedulers()
+        self.notify_schedulers()
         return loss
 
     def check_sizes(self, group: dict[str, Any]) -> None:

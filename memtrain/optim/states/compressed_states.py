@@ -95,7 +95,7 @@ class CompressedStates(Optimizer):
                 setattr(original, name, own)
         return original
 
-    def tell_schedulers(self) -> None:
+    def notify_schedulers(self) -> None:
         """Schedulers made for the original warn unless its `step` was seen to run."""
         if self.original is not None:
             self.original._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtrain.kernels.leaving import AT_ONCE, Leaving
+from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 
 
 class HostCopies:
@@ -51,7 +51,7 @@ class CudaCopies(HostCopies):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._leaving = Leaving()
+        self._in_flight = CopiesInFlight()
 
     def host_memory(self, like: Tensor) -> Tensor:
         """As `HostCopies.host_memory`: pinned."""
@@ -60,14 +60,14 @@ class CudaCopies(HostCopies):
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """As `HostCopies.to_host`."""
         stream = torch.cuda.current_stream(self.device)
-        self._leaving.make_room()
+        self._in_flight.make_room()
         copy = self.host_memory(x)
         self._down.wait_stream(stream)
         with torch.cuda.stream(self._down):
             copy.copy_(x, non_blocking=True)
             made = torch.cuda.Event(blocking=True)  # a host that spins would take the steps' core
             made.record(self._down)
-        self._leaving.add(stream, made, x)
+        self._in_flight.add(stream, made, x)
         return copy, made
 
     def wait(self, started: Any) -> None:
@@ -82,23 +82,23 @@ class CudaCopies(HostCopies):
     def join(self) -> None:
         """As `HostCopies.join`."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
-        self._leaving.clear()
+        self._in_flight.clear()
 
 
-class LeavingCopies(HostCopies):
+class DelayedCopies(HostCopies):
     """Copies of fake tensors that stand for those of CUDA: as many copies are in flight."""
 
     def __init__(self) -> None:
-        self._leaving: deque[Tensor] = deque(maxlen=AT_ONCE)
+        self._in_flight: deque[Tensor] = deque(maxlen=AT_ONCE)
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """As `HostCopies.to_host`."""
-        self._leaving.append(x)
+        self._in_flight.append(x)
         return super().to_host(x)
 
     def join(self) -> None:
         """As `HostCopies.join`."""
-        self._leaving.clear()
+        self._in_flight.clear()
 
 
 @cache

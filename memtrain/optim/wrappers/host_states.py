@@ -21,6 +21,7 @@ from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
+from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
 from memtrain.optim.wrappers.release import (
     ReleaseGradients,
     call_on_gradient,
@@ -28,7 +29,6 @@ from memtrain.optim.wrappers.release import (
     refuse_scaler,
 )
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
-from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 
 IN_FLIGHT = 4
@@ -108,7 +108,7 @@ class HostStates(OptimizerWrapper):
         states = [(p, compressed.state.pop(p)) for p in params if p in compressed.state]
         compressed.state.update((self._leaves[p], _moved(own, "cpu")) for p, own in states)
         super().__init__(build(compressed, self._leaves))
-        self._settle_leaves(params)
+        self._finish_leaves(params)
         self._attach()
 
     @property
@@ -190,7 +190,7 @@ class HostStates(OptimizerWrapper):
                 param.grad = None
         _take_options(self.inner.param_groups, self._groups)
         self._attach()
-        self.tell_schedulers()
+        self.notify_schedulers()
         return loss
 
     @torch._disable_dynamo
@@ -238,7 +238,7 @@ class HostStates(OptimizerWrapper):
         finally:
             param.grad = grad if stays else None
         if stays:
-            self._witness = Witness(param, grad, grad._version)
+            self._kept_gradient = KeptGradient(param, grad, grad._version)
         if not copies.beside:
             work()
             return
@@ -271,7 +271,7 @@ class HostStates(OptimizerWrapper):
                 del self._leaves[param]
             raise
         self._groups.append({**self.inner.param_groups[-1], "params": params})
-        self._settle_leaves(params)
+        self._finish_leaves(params)
         self._attach()
 
     @torch._disable_dynamo
@@ -301,7 +301,7 @@ class HostStates(OptimizerWrapper):
             optimizer_hooks.loaded(self, self.inner, state_dict, self.inner.load_state_dict)
         _take_options(self.inner.param_groups, self._groups)
         self._versions.clear()  # whatever weights are loaded beside it, corrections hold
-        self._witness = None
+        self._kept_gradient = None
 
     def leaf(self, param: Tensor) -> Tensor | None:
         """The copy of a parameter in host memory; None of another's."""
@@ -385,7 +385,7 @@ class HostStates(OptimizerWrapper):
         self._worker = ThreadPoolExecutor(1, "memtrain-host-states")  # its thread starts with a job
         self._jobs: list[Future[None]] = []
         self._room = BoundedSemaphore(IN_FLIGHT)
-        self._witness: Witness | None = None
+        self._kept_gradient: KeptGradient | None = None
         self._arrived = Counter[Tensor]()  # gradients in this step, per candidate for `_watches`
         self._begun = False
 
@@ -399,7 +399,7 @@ class HostStates(OptimizerWrapper):
         return {**group, "params": [self._leaves[p] for p in group["params"]]}
 
     @torch.no_grad()
-    def _settle_leaves(self, params: list[Tensor]) -> None:
+    def _finish_leaves(self, params: list[Tensor]) -> None:
         """Give parameters the dtype of their copies, which have been split, and pin those."""
         for param in params:
             leaf, copies = self._leaves[param], self.copies(param)
@@ -441,8 +441,8 @@ class HostStates(OptimizerWrapper):
         self._jobs = []
         if self._release is not None:
             self._release.forget_step()
-        if self._witness is not None:
-            self._witness.param.grad = None
+        if self._kept_gradient is not None:
+            self._kept_gradient.param.grad = None
 
     def _end_step(self) -> None:
         """A step is over, made or not: weights go back, and the next has its own options."""
@@ -451,7 +451,7 @@ class HostStates(OptimizerWrapper):
                 self._send_back(leaf)
             leaf.grad = None
         self._join()
-        self._begun, self._witness = False, None
+        self._begun, self._kept_gradient = False, None
         self._arrived.clear()
 
     def _wait(self) -> None:
@@ -466,7 +466,7 @@ class HostStates(OptimizerWrapper):
 
     def _watches(self, param: Tensor, release: ReleaseGradients) -> bool:
         """Whether this gradient is kept to detect changes after the backward."""
-        if self._witness is not None or not release.would_watch(self._leaves[param]):
+        if self._kept_gradient is not None or not release.would_watch(self._leaves[param]):
             return False
         self._arrived[param] += 1
         return self._arrived[param] == release.accumulate  # before, autograd would add to it
@@ -518,12 +518,12 @@ class HostStates(OptimizerWrapper):
     def _gather(self) -> None:
         """Bring the gradients that no hook has sent to the host; wait for those under way."""
         self._drain()
-        witness = self._witness
-        refuse_changes(witness)
+        kept = self._kept_gradient
+        refuse_changes(kept)
         left = [p for p in self._leaves if p.grad is not None]
         refuse_sparse(left, type(self).__name__)
-        if witness is not None:
-            left = [p for p in left if p is not witness.param]
+        if kept is not None:
+            left = [p for p in left if p is not kept.param]
         release = self._release
         if release is not None and release.accumulate == 1:  # one at a time
             for param in left:
@@ -575,7 +575,7 @@ _RUNTIME = (
     "_worker",
     "_jobs",
     "_room",
-    "_witness",
+    "_kept_gradient",
     "_arrived",
     "_begun",
     "_versions",

@@ -20,6 +20,7 @@ from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward
 from memtrain.optim.wrappers.buckets import hook_buckets
+from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
 from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.release_checks import (
     REQUIRED,
@@ -29,7 +30,6 @@ from memtrain.optim.wrappers.release_checks import (
     check_separate,
     refuse_scaler,
 )
-from memtrain.optim.wrappers.witness import Witness, refuse_changes
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
@@ -155,7 +155,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._factor = 1.0  # of two_pass and global_norm
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
         self._bucketed: set[Tensor] = set()
-        self._witness: Witness | None = None
+        self._kept_gradient: KeptGradient | None = None
         self.backward = Backward()
         """The backward in which gradients arrive."""
         self.before: Callable[[], bool] | None = None
@@ -194,13 +194,13 @@ class ReleaseGradients(OptimizerWrapper):
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         try:
             loss = run(closure)
-            refuse_changes(self._witness)
+            refuse_changes(self._kept_gradient)
             self._warn_of_late_rates()
             self._update_rest()
         except BaseException:
             self.forget_step()
             raise
-        self._witness = None
+        self._kept_gradient = None
         self.backward.forget()
         if self._done and self._measures:
             self.norm = math.sqrt(self._squares)
@@ -209,7 +209,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._attach()
         self._sums.advance()
         self.advance()
-        self.tell_schedulers()
+        self.notify_schedulers()
         return loss
 
     @torch._disable_dynamo
@@ -235,8 +235,8 @@ class ReleaseGradients(OptimizerWrapper):
 
     def forget_step(self) -> None:
         """Let the next gradient begin a step anew, whatever has come of this one."""
-        if self._witness is not None:
-            self._witness.param.grad = self._witness = None
+        if self._kept_gradient is not None:
+            self._kept_gradient.param.grad = self._kept_gradient = None
         self._sums.drop()
         self._done.clear()
         self.backward.forget()
@@ -295,7 +295,7 @@ class ReleaseGradients(OptimizerWrapper):
         self.forget_step()
 
     def __getstate__(self) -> dict[str, Any]:
-        runtime = {"_handles": {}, "_bucketed": set(), "_witness": None, "before": None}
+        runtime = {"_handles": {}, "_bucketed": set(), "_kept_gradient": None, "before": None}
         runtime |= {"_late": [], "_waiting": [], "after": None, "_lock": None}
         runtime["backward"] = None
         return {**super().__getstate__(), **runtime, "follows": False}
@@ -348,7 +348,7 @@ class ReleaseGradients(OptimizerWrapper):
                 stays = self._watches(param)
         finally:
             if stays:
-                self._witness = Witness(param, param.grad, local(param.grad)._version)
+                self._kept_gradient = KeptGradient(param, param.grad, local(param.grad)._version)
             else:
                 param.grad = None
 
@@ -374,7 +374,7 @@ class ReleaseGradients(OptimizerWrapper):
         """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
         self._update(param, grad)
         if self._watches(param):
-            self._witness = Witness(param, grad.clone())
+            self._kept_gradient = KeptGradient(param, grad.clone())
 
     @property
     def has_applied(self) -> bool:
@@ -390,7 +390,7 @@ class ReleaseGradients(OptimizerWrapper):
         return self.clip == "none" and param.numel() == self._fewest
 
     def _watches(self, param: Tensor) -> bool:
-        return self._witness is None and self.would_watch(param)
+        return self._kept_gradient is None and self.would_watch(param)
 
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
@@ -437,7 +437,7 @@ class ReleaseGradients(OptimizerWrapper):
             if param.grad is not None and param not in self._done:
                 self._update(param, param.grad)
             param.grad = None
-        self._settle()
+        self._read_norms()
         self._apply_waiting()
 
     def _apply_waiting(self) -> None:
@@ -468,7 +468,7 @@ class ReleaseGradients(OptimizerWrapper):
         if self.after is not None:
             self.after(param)
 
-    def _settle(self) -> None:
+    def _read_norms(self) -> None:
         """Read the norms that devices have still, in one wait for each; count what was skipped."""
         late, self._late = self._late, []
         values = uploads.read([one.norm for one in late])
@@ -531,7 +531,7 @@ class ReleaseGradients(OptimizerWrapper):
         try:
             self._pass = "measure"
             loss = closure_loss(closure)
-            self._settle()
+            self._read_norms()
             norm = math.sqrt(self._squares)
             if not math.isfinite(norm):
                 self._skip("a step")

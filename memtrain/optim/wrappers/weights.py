@@ -175,7 +175,7 @@ class SplitWeights(OptimizerWrapper):
             self.step_targets([Target(p, p) for p in chunk])
         self._stall.after(watched)
         self.advance()
-        self.tell_schedulers()
+        self.notify_schedulers()
         return loss
 
     def _cannot_stall(self) -> bool:

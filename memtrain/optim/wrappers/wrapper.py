@@ -286,7 +286,7 @@ class OptimizerWrapper(Optimizer):
         if isinstance(self.inner, OptimizerWrapper):
             self.inner.advance()
 
-    def tell_schedulers(self) -> None:
+    def notify_schedulers(self) -> None:
         """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
         for inner in optimizer_hooks.chain(self.inner):
             inner._opt_called = True

@@ -200,7 +200,7 @@ OTHERS = {
     "logsumexp": lambda h: torch.logsumexp(30 * h, 1),
     "bce": lambda h: F.binary_cross_entropy(h.sigmoid(), torch.full_like(h, 0.3)),
     "ctc": lambda h: F.ctc_loss(
-        h.view(64, 4, 32).log_softmax(-1), torch.arange(1, 33).view(4, 8),
+        h.view(64, 4, 32).log_softmax(-1), torch.arange(32).view(4, 8) % 31 + 1,
         torch.full((4,), 64), torch.full((4,), 8),
     ),
     "cdist": lambda h: torch.cdist(h[:32], h[32:]),

@@ -163,8 +163,8 @@ def test_released_gradients_come_and_go():
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters())
     largest_one = 4 * 256 * 64
-    bias, witness = 4 * 256, 4 * 64  # the witness that nobody clips stays until the step
-    released = largest_one + bias + witness
+    bias, kept = 4 * 256, 4 * 64  # the kept that nobody clips stays until the step
+    released = largest_one + bias + kept
     for cfg, most in ((None, 2 * largest_one + 4 * 320), (CONFIGS["released"], released)):
         moments = predict(model, optimizer, torch.ones(32, 64), cfg).moments
         assert max(moment.parts.get("gradients", 0) for moment in moments) == most

@@ -13,7 +13,7 @@ namespace memtrain {
 
 constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
 
-// To bf16 away from the group's inside: `up` towards +inf, else towards -inf. Adding 0x10000 to
+// To bf16, never into the range of the group: `up` towards +inf, else towards -inf. Adding 0x10000 to
 // the bits enlarges the magnitude of either sign.
 MT_INLINE float outward(float x, bool up, bool wide) {
   uint32_t b = bits_of(x);
@@ -124,7 +124,7 @@ static void over_groups(const Job& job, int64_t threads, const Range& range) {
 
 }  // namespace memtrain
 
-// The elements are those of a matrix of `columns` columns whose rows begin `stride` elements apart.
+// The elements are those of a matrix of `columns` columns whose rows are `stride` elements long in memory.
 MT_EXPORT void mt_group_quantize_rows(void* x, int64_t bf16, uint8_t* codes, void* bounds,
                                       int64_t wide, int64_t n, int64_t bits, int64_t group_size,
                                       int64_t seed, int64_t stochastic, int64_t columns,

@@ -1,6 +1,7 @@
 // Group quantisation for other kernels: of numbers that were just made, piece by piece.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -15,7 +16,7 @@ struct Quantizer {
 // Groups that are worked on together: what is read again is still in the nearest cache. An even
 // number, since two groups share their draws.
 inline int64_t groups_together(int64_t size) {
-  return size >= 4096 ? 2 : 4096 / size / 2 * 2;
+  return std::max<int64_t>(4096 / size / 2 * 2, 2);
 }
 
 // Room for such groups, and for what vectors reach past their ends; in whole cache lines.

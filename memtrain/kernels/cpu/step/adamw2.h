@@ -93,7 +93,7 @@ inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
     }
     const F values = load(table) * splat(from_bfloat(scales[b]));
 
-    // The new moment, as it is and over its root; its mean square tells which elements are large.
+    // The new moment, as it is and over its root; its mean square decides which elements are large.
     F squares[2] = {}, sizes[2] = {};
     MT_UNROLL(2)
     for (int k = 0; k < 2; ++k) {

@@ -116,12 +116,12 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
   for (int64_t b = begin; b <= end; ++b) {
     float (*now)[256] = held[b & 1], (*then)[256] = held[~b & 1];
     const int64_t from = b * 256, n = std::min<int64_t>(256, t.n - from);
-    const bool apart = n < 256 || !t.direct();
-    const float* g = apart ? part.g : t.g + from;
-    float* p = apart ? part.p[b & 1] : t.p + from;
+    const bool buffered = n < 256 || !t.direct();
+    const float* g = buffered ? part.g : t.g + from;
+    float* p = buffered ? part.p[b & 1] : t.p + from;
     // The block before is the last one, and in part, only after it.
     float* before = t.direct() && from <= t.n ? t.p + from - 256 : part.p[~b & 1];
-    if (b < end && apart) {
+    if (b < end && buffered) {
       read_floats(t.g, t.g_type, from, n, part.g);
       read_weights(t.p, t.p_type, t.master, from, n, p);
     }
@@ -137,7 +137,7 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
         if (kStates == 2) decode8<false>(second, static_cast<uint8_t*>(t.state[1].data) + from + at, splat(t.state[1].scale[b]), now[1] + at);
         MT_UNROLL(4)
         for (int64_t i = at; i < at + 64; i += 16) {
-          if (!apart) __builtin_prefetch(g + i + 512), __builtin_prefetch(p + i + 512, 1);
+          if (!buffered) __builtin_prefetch(g + i + 512), __builtin_prefetch(p + i + 512, 1);
           F x[2] = {};
           const F old = load(p + i), grad = gradient<kPlain>(h, load(g + i), old);
           for (int k = 0; k < kStates; ++k) x[k] = load(now[k] + i);
@@ -172,7 +172,7 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
     if (kLate && b > begin && before == part.p[~b & 1])
       write_weights(t.p, t.p_type, t.master, from - 256, std::min<int64_t>(256, t.n - from + 256), before, draws);
     if (b == end) break;
-    if (!kLate && apart) write_weights(t.p, t.p_type, t.master, from, n, p, draws);
+    if (!kLate && buffered) write_weights(t.p, t.p_type, t.master, from, n, p, draws);
     waiting[0] = wait_for(t.state[0], b, now[0], largest(first_top, now[0], 256));
     if (kStates == 2) waiting[1] = wait_for(t.state[1], b, now[1], as_float(top_of(second_top & 0x7fffffff)));
   }
@@ -222,10 +222,10 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
   Draws draws;
   for (int64_t b = begin; b < end; ++b) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
-    const bool apart = n < 128 || !t.direct();
+    const bool buffered = n < 128 || !t.direct();
     const float* g = t.g + from;
     float* p = t.p + from;
-    if (apart) {
+    if (buffered) {
       read_floats(t.g, t.g_type, from, n, g_part);
       read_weights(t.p, t.p_type, t.master, from, n, p_part);
       g = g_part, p = p_part;
@@ -234,7 +234,7 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
     Extremes top[kStates] = {};
     MT_UNROLL(1)
     for (int64_t at = 0; at < 128; at += 16) {
-      if (!apart) __builtin_prefetch(g + at + 256), __builtin_prefetch(p + at + 256);
+      if (!buffered) __builtin_prefetch(g + at + 256), __builtin_prefetch(p + at + 256);
       const F old = load(p + at), grad = gradient<false>(h, load(g + at), old);
       F x[kStates];
       for (int k = 0; k < kStates; ++k) x[k] = load(held[k] + at);
@@ -249,7 +249,7 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
         if (kBits > 0) store(held[k] + at, x[k]);
       }
     }
-    if (apart) write_weights(t.p, t.p_type, t.master, from, n, p_part, draws);
+    if (buffered) write_weights(t.p, t.p_type, t.master, from, n, p_part, draws);
     for (int k = 0; kBits > 0 && k < kStates; ++k)
       keep<kBits, kDraws>(t.state[k], b, n, held[k], u, kBits == 32 ? 0.0f : largest(top[k], held[k], 128));
   }

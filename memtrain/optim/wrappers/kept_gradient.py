@@ -9,7 +9,7 @@ from memtrain.optim.states.shards import local
 from memtrain.optim.wrappers.release_checks import REQUIRED
 
 
-class Witness(NamedTuple):
+class KeptGradient(NamedTuple):
     """A gradient that was applied, to be compared with the parameter's own at the step's end."""
 
     param: Tensor
@@ -26,9 +26,9 @@ class Witness(NamedTuple):
         return now is not self.grad or local(now)._version != self.version
 
 
-def refuse_changes(witness: Witness | None) -> None:
+def refuse_changes(kept: KeptGradient | None) -> None:
     """Raise RuntimeError if the gradient that stayed shows that gradients were changed."""
-    if witness is not None and witness.changed():
+    if kept is not None and kept.changed():
         raise RuntimeError(
             "gradients were changed between backward and step() (clip_grad_norm_, "
             "clip_grad_value_ or the like), but with gradients=release they had been applied "

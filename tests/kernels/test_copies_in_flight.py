@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from memtrain.kernels.leaving import AT_ONCE, Leaving
+from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 
 
 class Raced(deque):
@@ -19,7 +19,7 @@ class Raced(deque):
 
 def leaving():
     waited = []
-    held, stream = Leaving(), SimpleNamespace(wait_event=waited.append)
+    held, stream = CopiesInFlight(), SimpleNamespace(wait_event=waited.append)
     for copied in range(AT_ONCE):
         held.add(stream, copied, object())
     return held, waited
@@ -34,7 +34,7 @@ def test_a_stream_waits_for_each_copy_in_order():
     assert waited == [*range(AT_ONCE)]
 
 
-@pytest.mark.parametrize("give", [Leaving.make_room, Leaving.clear])
+@pytest.mark.parametrize("give", [CopiesInFlight.make_room, CopiesInFlight.clear])
 def test_what_another_thread_gives_away_meanwhile_is_passed_over(give):
     held, waited = leaving()
     held._held = Raced(held._held)

@@ -7,7 +7,7 @@ AT_ONCE = 2
 """Copies to the host that may be unfinished when another one starts."""
 
 
-class Leaving:
+class CopiesInFlight:
     """Tensors of a device on their way to the host.
 
     Each is held until the stream that it belongs to has waited for its copy, and not given to
