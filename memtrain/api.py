@@ -237,11 +237,9 @@ def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped
 
 def _compressed(model: nn.Module, optimizers: list[Optimizer], plan: Plan) -> list[Optimizer]:
     names = {p: name for name, p in model.named_parameters()}
-    least, made = plan.config.optim.min_elements, []
-    for one in optimizers:
-        choose = _ChooseState(plan, names, WeakRef(model), is_tested(one))
-        made.append(optim.compress(one, choose, min_elements=least))
-    return made
+    least, own = plan.config.optim.min_elements, WeakRef(model)
+    chosen = [(one, _ChooseState(plan, names, own, is_tested(one))) for one in optimizers]
+    return [optim.compress(one, choose, min_elements=least) for one, choose in chosen]
 
 
 def unwrap(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> tuple[nn.Module, Any]:
