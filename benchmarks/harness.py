@@ -182,7 +182,7 @@ def peak(call: Callable[[], object], device: str) -> int:
         call()
         synchronize(device)
         return torch.cuda.max_memory_allocated() - before
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         call()
     return live.peak_nbytes
 

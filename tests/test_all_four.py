@@ -113,7 +113,7 @@ def test_released_gradients_spare_the_peak():
         model, optimizer = memtrain.wrap(model, torch.optim.SGD(model.parameters()), cfg)
         x = torch.randn(2, 128)
         for _ in range(2):
-            with LiveStorages(peak=True) as live:
+            with LiveStorages() as live:
                 model(x).sum().backward()
                 optimizer.step()
             optimizer.zero_grad()

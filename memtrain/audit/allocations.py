@@ -1,7 +1,6 @@
 """Bytes that torch allocates, asked of its allocators: compiled code calls no op that is seen."""
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
 from typing import Any, Self
 
 import torch
@@ -37,6 +36,7 @@ class Allocations:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._now = self._most = self._start = 0
+        self._op = ""
         self._inside = False
 
     def __enter__(self) -> Self:
@@ -63,11 +63,7 @@ class Allocations:
         self._start -= nbytes
 
     def nbytes(self, exclude: Iterable[Tensor] = ()) -> int:
-        """Bytes alive now, or when the block ended.
-
-        Args:
-            exclude: Tensors whose storages are not to count.
-        """
+        """Bytes alive now, or when the block ended, without the storages of `exclude`."""
         self._read()
         return self._now - storage_nbytes(exclude)
 
@@ -77,6 +73,20 @@ class Allocations:
         self._read()
         return self._most
 
+    def restart(self, nbytes: int | None = None) -> tuple[int, str]:
+        """Return the most bytes alive at once, with the op that ran then, and begin anew.
+
+        On a CPU `nbytes` sets what is alive now, where older tensors may have been freed.
+        """
+        self._read()
+        found = self._most, self._op
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif nbytes is not None:
+            self._now = nbytes
+        self._most, self._op = self._now, ""
+        return found
+
     def _read(self) -> None:
         if not self._inside:
             return
@@ -84,39 +94,11 @@ class Allocations:
             self._now = torch.cuda.memory_allocated(self.device) - self._start
             self._most = torch.cuda.max_memory_allocated(self.device) - self._start
             return
-        for _, nbytes in _stop():
+        for op, nbytes in _stop():
             self._now += nbytes
-            self._most = max(self._most, self._now)
+            if self._now > self._most:
+                self._most, self._op = self._now, op
         _start()
-
-
-@contextmanager
-def cpu_allocations() -> Iterator[Callable[[], list[tuple[str, int]]]]:
-    """Follow what this thread asks of torch's CPU allocator inside the block.
-
-    Nothing of the model is touched, and no dispatch mode is on: a step runs as it does without.
-
-    Yields:
-        A function that returns what was allocated and freed since its last call, in order: the op
-        that runs, and its bytes, negative where they are freed.
-
-    Example:
-        >>> with cpu_allocations() as since:
-        ...     y = torch.ones(256).exp()
-        ...     since()
-        [('ones', 1024), ('exp', 1024), ('', -1024)]
-    """
-    _start()
-
-    def since() -> list[tuple[str, int]]:
-        found = _stop()
-        _start()
-        return found
-
-    try:
-        yield since
-    finally:
-        _stop()
 
 
 # torch.profiler records the same, but with a trace entry for each, and prints lines of its own

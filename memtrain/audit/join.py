@@ -1,12 +1,12 @@
 """Two traces of one forward, plain and planned, as sets of sites that mean the same memory."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.site_sets import DisjointSets
 
 
-def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[list[Site]]:
+def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[dict[Site, tuple[int, int]]]:
     """Bring two traces of one forward together; every byte of both is in exactly one set.
 
     A site that both traces know is a set. Where a plan replaces ops, sites differ: the sites of
@@ -19,38 +19,32 @@ def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[list[Site]]
         planned: The trace under the plan.
 
     Returns:
-        The sites of each set that has bytes on either side, in the order of the forward; first the
-        one of most planned bytes, so that a replaced op is named as the plan knows it.
+        The sites of each set that has bytes on either side, with these bytes, in the order of the
+        forward; first the one of most planned bytes, so that a replaced op is named as the plan
+        knows it.
 
     Example:
         >>> before = [Record(Site("a", "gelu", "input"), (8,), "float32", 32, 32, "", "")]
         >>> after = [Record(Site("a", "gelu", "input"), (8,), "float32", 32, 3, "code", "")]
-        >>> [[site.name for site in sites] for sites in join(before, after)]
-        [['a / gelu / input']]
+        >>> [{site.name: nbytes for site, nbytes in sites.items()} for sites in join(before, after)]
+        [{'a / gelu / input': (32, 3)}]
     """
-    left, right = site_bytes(plain, planned)
-    groups = DisjointSets([*left, *right])
-    _join_ops(groups, left, right)
-    _join_storages(groups, plain, left, right)
-    found = []
-    for sites in groups.sets().values():
-        if any(left.get(site, 0) or right.get(site, 0) for site in sites):
-            shown = max(sites, key=lambda site: (right.get(site, 0), left.get(site, 0)))
-            found.append([shown, *(site for site in sites if site != shown)])
-    return found
-
-
-def site_bytes(
-    plain: Iterable[Record], planned: Iterable[Record]
-) -> tuple[dict[Site, int], dict[Site, int]]:
-    """Sum up the bytes of each site, without and with the plan."""
     left: dict[Site, int] = {}
     right: dict[Site, int] = {}
     for record in plain:
         left[record.site] = left.get(record.site, 0) + record.nbytes
     for record in planned:
         right[record.site] = right.get(record.site, 0) + record.planned
-    return left, right
+    groups = DisjointSets([*left, *right])
+    _join_ops(groups, left, right)
+    _join_storages(groups, plain, left, right)
+    found = []
+    for sites in groups.sets().values():
+        sums = {site: (left.get(site, 0), right.get(site, 0)) for site in sites}
+        if any(map(any, sums.values())):
+            shown = max(sums, key=lambda site: sums[site][::-1])
+            found.append({shown: sums[shown], **sums})
+    return found
 
 
 def _join_ops(groups: DisjointSets, left: dict[Site, int], right: dict[Site, int]) -> None:

@@ -1,11 +1,11 @@
 """Count the bytes of live storages by watching their allocation: no formula, no hook."""
 
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_leaves
 
@@ -22,10 +22,6 @@ class LiveStorages(TorchDispatchMode):
     it returns is not seen; nor are tensors of opaque layouts. It sees fake and meta tensors at
     their nominal size.
 
-    Args:
-        peak: Also keep the highest number of bytes alive after any op (a sweep over the live
-            storages whenever that could have risen: a real step takes noticeably longer).
-
     Example:
         >>> x = torch.ones(256, requires_grad=True)
         >>> with LiveStorages() as live:
@@ -34,13 +30,13 @@ class LiveStorages(TorchDispatchMode):
         (1024, 2048)
     """
 
-    def __init__(self, *, peak: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._refs: dict[int, StorageWeakRef] = {}
+        self._refs: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._sizes: dict[int, int] = {}
-        self._keep_peak = peak
-        self._peak = 0
-        self._bound = 0  # no fewer bytes than are alive: a sweep is needed only above the peak
+        self._now = 0
+        self.peak_nbytes = 0
+        """The most bytes alive after any op; a storage that no op has resized has its old size."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op and register the storages of its results that its arguments did not bring."""
@@ -52,80 +48,44 @@ class LiveStorages(TorchDispatchMode):
         for storage in storages(tree_leaves(result)):
             if storage._cdata not in given or storage._cdata in self._refs:
                 self._register(storage)
-        if self._keep_peak and self._bound > self._peak:
-            self._sweep()
         return result
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
         """Count these older tensors too (weights, optimizer states), as long as they live.
 
-        Args:
-            tensors: Any tensors; shared storages count once.
-
         Example:
             >>> weight = torch.ones(256)
-            >>> with LiveStorages(peak=True) as live:
+            >>> with LiveStorages() as live:
             ...     live.adopt([weight])
             >>> live.nbytes(), live.peak_nbytes
             (1024, 1024)
         """
         for storage in storages(tensors):
             self._register(storage)
-        if self._keep_peak:
-            self._sweep()
 
     def nbytes(self, exclude: Iterable[Tensor] = ()) -> int:
-        """Bytes alive now.
-
-        Args:
-            exclude: Tensors whose storages are not to count (the loss, the model's outputs).
-
-        Returns:
-            The sum over live registered storages, each at its present size.
-        """
+        """Bytes alive now, without the storages of `exclude` (the loss, the model's outputs)."""
         left_out = {storage._cdata for storage in storages(exclude)}
-        self._sweep()
-        return sum(size for key, size in self._sizes.items() if key not in left_out)
-
-    @property
-    def peak_nbytes(self) -> int:
-        """The most bytes alive after any op; needs `peak=True`.
-
-        Raises:
-            RuntimeError: If the meter was made without `peak=True`.
-        """
-        if not self._keep_peak:
-            raise RuntimeError("peak_nbytes needs LiveStorages(peak=True)")
-        return self._peak
+        alive = ((key, ref()) for key, ref in [*self._refs.items()])
+        return sum(one.nbytes() for key, one in alive if one is not None and key not in left_out)
 
     def _register(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()
         if key not in self._refs:
-            # The weak reference keeps the address from being reused, so that keys stay unique.
-            self._refs[key] = StorageWeakRef(storage)
-        self._bound += max(0, size - self._sizes.get(key, 0))
+            self._refs[key] = weakref.ref(storage, lambda _: self._forget(key))
+        self._now += size - self._sizes.get(key, 0)
         self._sizes[key] = size
+        self.peak_nbytes = max(self.peak_nbytes, self._now)
 
-    def _sweep(self) -> None:
-        for key, ref in list(self._refs.items()):
-            storage: Any = torch.UntypedStorage._new_with_weak_ptr(ref.cdata)
-            if storage is None:
-                del self._refs[key], self._sizes[key]
-            else:
-                self._sizes[key] = storage.nbytes()
-        self._bound = sum(self._sizes.values())
-        self._peak = max(self._peak, self._bound)
+    def _forget(self, key: int) -> None:
+        del self._refs[key]
+        self._now -= self._sizes.pop(key)
 
 
 def storage_nbytes(tensors: Iterable[Tensor], exclude: Iterable[Tensor] = ()) -> int:
     """Bytes of the distinct storages behind some tensors.
 
-    Args:
-        tensors: Any tensors; views of one storage count once, and in full.
-        exclude: Tensors whose storages are not to count.
-
-    Returns:
-        Bytes.
+    Views of one storage count once, and in full; storages of `exclude` do not.
 
     Example:
         >>> x = torch.zeros(4, 4)
@@ -140,13 +100,7 @@ def storage_nbytes(tensors: Iterable[Tensor], exclude: Iterable[Tensor] = ()) ->
 def saved_nbytes(forward: Callable[[], T], exclude: Iterable[Tensor] = ()) -> tuple[int, T]:
     """Run a forward pass and count what it leaves alive besides its result: saved activations.
 
-    Args:
-        forward: Runs the model (and the loss) and returns tensors in any nesting; what it stores
-            elsewhere counts too.
-        exclude: Further tensors not to count.
-
-    Returns:
-        Bytes, and what `forward` returned.
+    Returns these bytes, without those of `exclude`, and the result: tensors in any nesting.
 
     Example:
         >>> x = torch.ones(256, requires_grad=True)

@@ -23,11 +23,7 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
     It looks into the optimizer's attributes, not only into `state`, so that bytes kept elsewhere
     count too: dicts, lists, tuples, objects of memtrain, and an optimizer inside the optimizer.
 
-    Args:
-        optimizer: Plain or wrapped.
-
-    Returns:
-        Tensors, some perhaps sharing storages.
+    Some may share storages.
 
     Example:
         >>> from memtrain.audit.live_storages import storage_nbytes

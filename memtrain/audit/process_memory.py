@@ -17,10 +17,8 @@ def hand_back_freed_pages() -> bool:
 
     A block above a threshold is mapped by itself, and unmapped when it is freed. glibc raises the
     threshold to the size of each such block that is freed, up to 32 MiB: from then on tensors of
-    that size lie in the heap, and their pages stay resident behind whatever was allocated after
-    them. A lower, fixed threshold would hand each back at once, but every op would then fault its
-    result's pages in anew. So what is kept is handed back at once, where much has been freed (a
-    model whose weights were converted, a run that has ended): milliseconds, and no tensor moves.
+    that size lie in the heap, and stay resident behind whatever was allocated after them. Called
+    where much has been freed; it takes milliseconds, and no tensor moves.
 
     Returns:
         Whether anything was handed back; False without glibc.

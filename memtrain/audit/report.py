@@ -13,7 +13,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.activations.trace.fake_forward import trace
-from memtrain.audit.join import join, site_bytes
+from memtrain.audit.join import join
 from memtrain.audit.peak.measure import measure as measure_peak
 from memtrain.audit.peak.predict import (
     MEASURE,
@@ -39,7 +39,7 @@ CATEGORIES = {
     "activation": "saved activations",
 }
 """Kind of a row -> the name of its category."""
-_BUFFER = "a buffer"
+_LEFT = {"compressor": "", "reason": NO_RULE.reason}  # of saved tensors, by a plan without rules
 _SHOWN = 5
 """Rows of each kind that `print` shows."""
 
@@ -154,35 +154,21 @@ class Report:
         return "\n".join(map(str.rstrip, lines))
 
     def totals(self) -> dict[str, Total]:
-        """Bytes by category, and `total`.
-
-        Returns:
-            Category's name -> its bytes; what is unknown is left out of the sum and marked.
-        """
-        sums = {}
-        for kind, name in CATEGORIES.items():
-            rows = [row for row in self.rows if row.kind == kind]
-            sums[name] = _total(rows, self.unknown.get(kind, ""))
-        sums["total"] = _total(self.rows, "; ".join(self.unknown.values()))
-        return sums
+        """Bytes by category, and `total`; what is unknown is left out of the sum and marked."""
+        kinds = {name: (kind,) for kind, name in CATEGORIES.items()}
+        return {
+            name: Total(
+                plain=sum(row.plain for row in self.rows if row.kind in of),
+                planned=sum(row.planned for row in self.rows if row.kind in of),
+                unknown="; ".join(self.unknown[kind] for kind in of if kind in self.unknown),
+            )
+            for name, of in {**kinds, "total": tuple(CATEGORIES)}.items()
+        }
 
     def largest(self, count: int, kind: str = "") -> list[Row]:
-        """The rows with most plain bytes; equal ones in the order of the model and its forward.
-
-        Args:
-            count: How many.
-            kind: Of one kind only; of all by default.
-
-        Returns:
-            At most `count` rows.
-        """
+        """At most `count` rows with most plain bytes, of all kinds or one; equal ones in order."""
         rows = [row for row in self.rows if kind in ("", row.kind)]
         return sorted(rows, key=lambda row: -max(row.plain, row.planned))[:count]
-
-
-def _total(rows: Iterable[Row], unknown: str) -> Total:
-    sides = [(row.plain, row.planned) for row in rows]
-    return Total(plain=sum(s[0] for s in sides), planned=sum(s[1] for s in sides), unknown=unknown)
 
 
 def audit(
@@ -251,17 +237,37 @@ def audit(
         with explain_fake_errors(model), conditions(model, options):
             everything = Options(min_elements=0)
             plain = trace(called, batch, lambda site: Identity(), everything, plain=True)
-            planned = _planned_trace(called, batch, plan, plain, choices)
+            planned = (
+                plan.trace(called, batch, choices)
+                if plan.compresses
+                else [own._replace(planned=own.nbytes, **_LEFT) for own in plain]
+            )
     except UnpredictableError as error:
         if not measure:
             raise
         plain, planned, unseen = [], [], str(error).removesuffix(MEASURE).rstrip(":; ")
-    entries = [*plan.entries("weight"), *_buffers(model)]
+    entries = [*plan.entries("weight")]
+    entries += [
+        PlanEntry(name, "weight", buffer.nbytes, buffer.nbytes, reason="a buffer")
+        for name, buffer in model.named_buffers()
+    ]
     entries += [*plan.entries("gradient"), *plan.entries("state")]
     known = [entry for entry in entries if not entry.reason.startswith(UNKNOWN)]
     sites = {*choices, *(record.site for record in planned)}
+    rows = [
+        Row(
+            name=own.site,
+            kind=own.kind,
+            plain=own.nbytes,
+            planned=own.planned,
+            compressor=own.compressor,
+            reason=own.reason,
+            sites=(own.site,),
+        )
+        for own in known
+    ]
     report = Report(
-        rows=(*map(_entry_row, known), *activation_rows(plain, planned, again)),
+        rows=(*rows, *activation_rows(plain, planned, again)),
         kept=tuple(_kept(known, planned)),
         unmatched=() if unseen else tuple(_unmatched(plan, sites)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
@@ -292,54 +298,13 @@ def _on_host(entries: Iterable[PlanEntry]) -> dict[str, int]:
     return {name: nbytes for name, nbytes in sums.items() if nbytes}
 
 
-def _planned_trace(
-    model: nn.Module,
-    batch: Any,
-    plan: Plan,
-    plain: list[Record],
-    choices: dict[Site, Compressor | Keep],
-) -> list[Record]:
-    if plan.compresses:
-        return plan.trace(model, batch, choices)
-    return [  # `wrap` then leaves saved tensors alone
-        record._replace(planned=record.nbytes, compressor="", reason=NO_RULE.reason)
-        for record in plain
-    ]
-
-
-def _buffers(model: nn.Module) -> list[PlanEntry]:
-    return [
-        PlanEntry(name, "weight", buffer.nbytes, buffer.nbytes, reason=_BUFFER)
-        for name, buffer in model.named_buffers()
-    ]
-
-
-def _entry_row(entry: PlanEntry) -> Row:
-    return Row(
-        name=entry.site,
-        kind=entry.kind,
-        plain=entry.nbytes,
-        planned=entry.planned,
-        compressor=entry.compressor,
-        reason=entry.reason,
-        sites=(entry.site,),
-    )
-
-
 def activation_rows(
     plain: Sequence[Record], planned: Sequence[Record], recomputes: Sequence[str] = ()
 ) -> list[Row]:
-    """Join two traces of one forward to rows; every byte of both is in exactly one.
+    """Join two traces of one forward to rows, in its order; every byte of both is in exactly one.
 
-    Args:
-        plain: The trace in which nothing is replaced.
-        planned: The trace under the plan.
-        recomputes: The modules that are recomputed.
-
-    Returns:
-        Rows, in the order of the forward.
+    `recomputes` are the modules that are recomputed.
     """
-    left, right = site_bytes(plain, planned)
     joined = join(plain, planned)
     number = {site: index for index, sites in enumerate(joined) for site in sites}
     records: dict[int, list[Record]] = {}
@@ -347,15 +312,15 @@ def activation_rows(
         records.setdefault(number.get(record.site, -1), []).append(record)
     found = []
     for index, sites in enumerate(joined):
-        own, module = records.get(index, []), sites[0].module
-        inside = any(f"{module}.".startswith(f"{name}.") or not name for name in recomputes)
+        own, first = records.get(index, []), next(iter(sites))
+        inside = any(f"{first.module}.".startswith(f"{name}.") or not name for name in recomputes)
         compressor = next((record.compressor for record in own if record.compressor), "")
         more = f" (+{len(sites) - 1})" if len(sites) > 1 else ""
         row = Row(
-            name=f"{sites[0].name}{more}",
+            name=f"{first.name}{more}",
             kind="activation",
-            plain=sum(left.get(site, 0) for site in sites),
-            planned=sum(right.get(site, 0) for site in sites),
+            plain=sum(plain for plain, _ in sites.values()),
+            planned=sum(planned for _, planned in sites.values()),
             compressor=compressor or RECOMPUTE * inside,
             reason=next((record.reason for record in own if not record.compressor), ""),
             sites=tuple(site.name for site in sites),

@@ -100,16 +100,7 @@ class Rates:
 
 
 def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[str, Work]:
-    """Count the work of a forward without running it.
-
-    Args:
-        model: Real or fake; not changed.
-        batch: What it is called with.
-        paths: Of modules that are counted on their own.
-
-    Returns:
-        Path -> its work; `""` is the whole forward.
-    """
+    """Count the work of a forward without running it: of all (`""`), and of modules by path."""
     # Imports triton where there is one: not before it is needed.
     from torch.utils.flop_counter import flop_registry
 

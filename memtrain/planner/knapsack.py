@@ -109,7 +109,7 @@ def solve(
         >>> [(plan.seconds, plan.saved) for plan in found]
         [(0.0, 16.0), (1.0, 12.0)]
     """
-    sums = _Sums(segments)
+    sums = Sums(segments)
     greedy = [_greedy(sums, multiplier) for multiplier in _multipliers(segments)]
     totals = np.concatenate([own for own, _ in greedy])  # seconds, saved, error
     owners = np.concatenate([np.full(len(own), k) for k, (own, _) in enumerate(greedy)])
@@ -124,20 +124,7 @@ def solve(
     return [sums.evaluate(greedy[owners[row]][1](int(steps[row]))) for row in order[fresh]]
 
 
-def evaluate(segments: Sequence[Segment], choices: Sequence[_Choices]) -> Solution:
-    """Add up what some choices come to.
-
-    Args:
-        segments: In the order of the forward.
-        choices: For each segment the option of each item; None: it is recomputed.
-
-    Returns:
-        The solution with its values.
-    """
-    return _Sums(segments).evaluate(choices)
-
-
-class _Sums:
+class Sums:
     """Sums of choices of segments; added up once for all segments whose numbers are equal."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
@@ -163,7 +150,7 @@ class _Sums:
         return self._totals[key]
 
     def evaluate(self, choices: Sequence[_Choices]) -> Solution:
-        """The solution of some choices."""
+        """The solution of some choices: the option of each item; None: a segment is recomputed."""
         seconds = saved = highest = error = 0.0
         for place, (segment, own) in enumerate(zip(self.segments, choices, strict=True)):
             more = self.total(place, own)
@@ -185,16 +172,10 @@ def _numbers(segment: Segment) -> Any:
 
 
 def pareto_front(values: np.ndarray) -> np.ndarray:
-    """Find the rows that no other row is at most equal to in every column.
+    """Find the rows of [n, columns] that no other row is at most equal to in every column.
 
-    Args:
-        values: [n, columns].
-
-    Returns:
-        Indices of rows, in the order of the columns; the first of equal ones.
-
-    Memory:
-        A bool for every pair of rows.
+    Returns their indices, in the order of the columns; the first of equal ones. It takes a bool for
+    every pair of rows.
 
     Example:
         >>> pareto_front(np.array([[0.0, 2, 2, 0], [1, 1, 1, 0], [1, 3, 3, 0]]))
@@ -219,15 +200,7 @@ def shrinking(plans: Iterable[T], size: Callable[[T], float]) -> list[T]:
 
 
 def thinned(plans: Sequence[T], size: Callable[[T], float], count: int) -> list[T]:
-    """Thin shrinking plans out evenly.
-
-    Args:
-        plans: Each smaller than the one before.
-        size: Of a plan.
-        count: Number of size ranges to distinguish.
-
-    Returns:
-        At most `count` + 1 plans, the first and the last among them.
+    """Thin shrinking plans out to at most `count` + 1 of even sizes, with the first and the last.
 
     Example:
         >>> thinned([10.0, 9.0, 8.0, 1.0, 0.0], float, 2)
@@ -254,7 +227,7 @@ def _multipliers(segments: Sequence[Segment]) -> np.ndarray:
     return np.concatenate([[0.0], np.geomspace(low, high, MULTIPLIERS - 1)])
 
 
-def _greedy(sums: _Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], list[_Choices]]]:
+def _greedy(sums: Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], list[_Choices]]]:
     """From the cheapest solution to the smallest, the most bytes per cost first.
 
     Returns:

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.compressors import Compressor, DerivativeCode, Keep, Key
-from memtrain.compressors.fewbit.functions import CURVES, Function
+from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.compressors.fewbit.step_function import EXACT
 from memtrain.optim.states.layout import is_unsigned
 
@@ -20,14 +20,9 @@ _OUTPUTS = {"sigmoid": lambda y: y * (1 - y), "tanh": lambda y: 1 - y * y}
 def relative_error(compressor: Compressor, op: str) -> float:
     """Compute the share of what an op's backward reads that rounding its saved tensor adds.
 
-    Args:
-        compressor: Of a site.
-        op: The op that saves it. A nonlinearity's backward reads the derivative, whether codes of
-            it are kept or its input is; masks and argmax indices are exact in any code.
-
-    Returns:
-        The mean squared error for normal numbers, relative to their mean square; of a nonlinearity
-        that of the derivative.
+    It is the mean squared error for normal numbers, relative to their mean square. A nonlinearity's
+    backward reads the derivative, whether codes of it are kept or its input is; masks and argmax
+    indices are exact in any code.
 
     Example:
         >>> from memtrain.compressors import Group
@@ -39,31 +34,24 @@ def relative_error(compressor: Compressor, op: str) -> float:
     if compressor.lossless or op == "dropout" or "max_pool" in op:
         return 0.0
     if isinstance(compressor, DerivativeCode):
-        exact = op in EXACT or op in FAMILIES["@piecewise"]
-        return (
-            0.0 if exact else _code_error(op if op in CURVES else compressor.function, compressor)
-        )
+        if op in EXACT or op in FAMILIES["@piecewise"]:
+            return 0.0
+        return _code_error(op if op in CURVES else compressor.function, compressor)
     return _slope_error(compressor, op) if op in CURVES else _error(compressor)
 
 
 def derived_error(compressor: Compressor, op: str) -> float:
     """Compute the share added to an op's output that is computed again from its rounded input.
 
-    Args:
-        compressor: Of the input.
-        op: A nonlinearity, or another op, whose output is then as exact as its input.
-
-    Returns:
-        The mean squared error for normal inputs, relative to the outputs' mean square.
+    It is the mean squared error for normal inputs, relative to the outputs' mean square. The output
+    of an op that is no nonlinearity is as exact as its input.
 
     Example:
         >>> from memtrain.compressors import Group
         >>> derived_error(Group(bits=4), "layer_norm") == relative_error(Group(bits=4), "linear")
         True
     """
-    if op not in CURVES:
-        return _error(compressor)
-    return _value_error(compressor, op)
+    return _through(op, compressor) if op in CURVES else _error(compressor)
 
 
 def moment_error(state: str, compressor: Compressor | Keep) -> float:
@@ -73,13 +61,6 @@ def moment_error(state: str, compressor: Compressor | Keep) -> float:
     scales that are log-normal by rows (deviation 1), columns (1/2) and elements (1/4), the second
     moment v is their square, and the update is m / sqrt(v). The relative squared errors of both
     factors add up.
-
-    Args:
-        state: `exp_avg_sq` is the second moment; others count as a first.
-        compressor: What is done to it; a reason to keep it adds nothing.
-
-    Returns:
-        A share.
 
     Example:
         >>> from memtrain.compressors import Block
@@ -104,12 +85,7 @@ def _slope_error(compressor: Compressor, op: str) -> float:
         y = torch.from_numpy(CURVES[op].value(_normal().double().numpy()))
         slope = _OUTPUTS[op]
         return _share(slope(_rounded(compressor, y.float()).double()), slope(y))
-    return _through(CURVES[op].slope, compressor)
-
-
-@cache
-def _value_error(compressor: Compressor, op: str) -> float:
-    return _through(CURVES[op].value, compressor)
+    return _through(op, compressor, slope=True)
 
 
 @cache
@@ -117,9 +93,10 @@ def _error(compressor: Compressor) -> float:
     return _share(_rounded(compressor, _normal()), _normal())
 
 
-def _through(curve: Function, compressor: Compressor) -> float:
-    """The noise in a function of a rounded tensor."""
-    x = _normal()
+@cache
+def _through(op: str, compressor: Compressor, *, slope: bool = False) -> float:
+    """The noise in a function of a rounded tensor, or in its derivative."""
+    x, curve = _normal(), CURVES[op].slope if slope else CURVES[op].value
     back = curve(_rounded(compressor, x).double().numpy())
     return _share(torch.from_numpy(back), torch.from_numpy(curve(x.double().numpy())))
 

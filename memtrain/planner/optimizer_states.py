@@ -7,7 +7,7 @@ from typing import NamedTuple
 from torch import Tensor, nn
 from torch.optim import Adam, AdamW, Optimizer
 
-from memtrain.compressors import Compressor, Keep
+from memtrain.compressors import Keep
 from memtrain.config.sources import CPU, Config, Optim, StateRule
 from memtrain.plan.entries import training_dtypes
 from memtrain.plan.plan import Plan, make_plan
@@ -77,11 +77,6 @@ def _rules(own: Optim, variant: str) -> list[StateRule]:
 def bus_bytes(model: nn.Module, config: Config, param: Tensor) -> int:
     """Bytes of a parameter that cross the bus in a step: its gradient, and its weight back.
 
-    Args:
-        model: Real or fake.
-        config: `weights` and `optim.device` are read.
-        param: One of its parameters.
-
     Example:
         >>> model = nn.Linear(2, 2, bias=False)
         >>> on_host = Optim(device="cpu")
@@ -113,16 +108,13 @@ def _states(plan: Plan, model: nn.Module, optimizer: Optimizer, variant: str, go
         name, state = state_site(entry.site)
         if entry.compressor and name in params:
             param = params[name]
-            chosen = _served(param, plan.choose_state(name, state))
+            chosen = plan.choose_state(name, state)
+            if not isinstance(chosen, Keep):
+                chosen = chosen.for_shape(param.shape)[0]
             error += moment_error(state, chosen) * param.numel() / total
     bus = sum(bus_bytes(model, plan.config, param) for param in params.values())
     seconds = goal.rates.step(optimizer, variant, total, moved, bus)
     return States(variant, seconds, nbytes, error, plan.config.optim)
-
-
-def _served(param: Tensor, chosen: Compressor | Keep) -> Compressor | Keep:
-    """The compressor that serves the parameter's shape."""
-    return chosen if isinstance(chosen, Keep) else chosen.for_shape(param.shape)[0]
 
 
 def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:

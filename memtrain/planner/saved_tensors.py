@@ -68,17 +68,8 @@ def saved_items(
     """Trace a forward under each scheme, group what is saved together, and list its options.
 
     Bytes at widths that were not traced are on the line through two that were: codes are packed to
-    the bit.
-
-    Args:
-        plan: Its config's exceptions hold under every scheme; its rules do not.
-        model: Real or fake; not changed.
-        batch: What it is called with.
-        quantise: Whether there are other schemes than `keep`.
-        progress: Called with each forward.
-
-    Returns:
-        Items in the order of the forward.
+    the bit. The plan's exceptions hold under every scheme; its rules do not. Without `quantise`
+    there is no scheme but `keep`.
     """
     pairs = [(name, DEFAULT) for name in (SCHEMES if quantise else (KEEP,))]
     pairs += [(name, NARROW) for name in ((CODES, GROUPS) if quantise else ())]
@@ -100,13 +91,7 @@ def saved_items(
 
 
 def pareto_options(options: Sequence[Option]) -> list[Option]:
-    """Keep, and those that no other option dominates.
-
-    Args:
-        options: Of an item, `keep` first.
-
-    Returns:
-        `keep` first, then by bytes, the most first.
+    """Keep, which comes first, and by bytes, the most first, those that no other option dominates.
 
     Example:
         >>> keep, wide = Option(nbytes=8), Option(nbytes=4, error=0.1, name="group 4")

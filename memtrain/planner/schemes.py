@@ -46,17 +46,11 @@ _MOMENTUM = "exp_avg|momentum_buffer"
 
 
 def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[ActivationRule]:
-    """List the rules of a scheme for saved tensors.
+    """List the rules of a scheme for saved tensors, with widths of its codes and groups.
 
     All schemes but `keep` take one bit of piecewise-linear nonlinearities, 8 bits where noise would
-    be in an exponent or in a computed weight, and nothing where it would be bias.
-
-    Args:
-        scheme: One of `SCHEMES`.
-        widths: Of its codes and groups; `balanced` has the default ones.
-
-    Returns:
-        Rules for saved tensors, first match wins.
+    be in an exponent or in a computed weight, and nothing where it would be bias. `balanced` has
+    the default widths.
 
     Example:
         >>> [rule.op for rule in activation_rules("only codes")]
@@ -68,47 +62,22 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     rows = ActivationRule(
         op="linear", tensor="input", compressor={**own.compressor, "whole_rows": True}
     )
-    smooth = {**_NARROW, "bits": widths[SMOOTH]}
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
     saturating = ActivationRule(op="@saturating", compressor=KEEP)
+    smooth = ActivationRule(op="@smooth", compressor={**_NARROW, "bits": widths[SMOOTH]})
+    none = ActivationRule(op="@nonlinear", compressor=KEEP)
+    rest = [*_BIAS, rows, own]
     return {
-        BALANCED: [
-            saturating,
-            _HARDSWISH,
-            codes,
-            *_BIAS,
-            rows,
-            own,
-        ],
-        CODES: [saturating, *_EXACT_CODES, codes, *_BIAS, rows, own],
-        GROUPS: [
-            saturating,
-            *_EXACT_CODES,
-            ActivationRule(op="@smooth", compressor=smooth),
-            codes,
-            *_BIAS,
-            rows,
-            own,
-        ],
+        BALANCED: [saturating, _HARDSWISH, codes, *rest],
+        CODES: [saturating, *_EXACT_CODES, codes, *rest],
+        GROUPS: [saturating, *_EXACT_CODES, smooth, codes, *rest],
         ONLY_CODES: [*_EXACT_CODES, codes],
-        ONLY_GROUPS: [
-            *_EXACT_CODES,
-            ActivationRule(op="@nonlinear", compressor=KEEP),
-            *_BIAS,
-            rows,
-            own,
-        ],
+        ONLY_GROUPS: [*_EXACT_CODES, none, *rest],
     }[scheme]
 
 
 def state_rules(variant: str) -> list[StateRule]:
     """List the rules of a variant of optimizer states.
-
-    Args:
-        variant: One of `STATES`.
-
-    Returns:
-        Rules for states, first match wins.
 
     Example:
         >>> [rule.compressor for rule in state_rules("4-bit")]

@@ -149,15 +149,21 @@ def fit(
 
     Example:
         >>> import torch
-        >>> model = nn.Sequential(nn.Linear(64, 512), nn.GELU(), nn.Linear(512, 64))
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> found = fit(model, optimizer, torch.randn(256, 64), "2MB")
-        >>> found.peak.nbytes <= 2_000_000
+        >>> model = nn.Linear(64, 64)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> found = fit(model, optimizer, torch.randn(8, 64), "1MB", goal=Goal(allow=()))
+        >>> found.peak.nbytes <= 1_000_000
         True
     """
     size = parse_size(budget, "budget")
-    planning = _planning(model, optimizer, batch, cfg, goal, progress)
-    optimizer = planning.given[1]
+    plain, compiled = compiled_parts(model)
+    if compiled:
+        raise ValueError(
+            f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
+            "torch.compile, as plans that fit are of eager steps"
+        )
+    optimizer = inner_optimizer(optimizer)
+    planning = _Planning(model, optimizer, Config() if cfg is None else load(cfg), batch, progress)
     best, timeline = planning.best(goal, size)
     peak = timeline.needed
     if peak.nbytes > size:
@@ -215,12 +221,7 @@ class _Planning:
     """Plans of one model and batch, for one goal or another; what all need is traced once."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        optimizer: Optimizer,
-        config: Config,
-        batch: Any,
-        progress: Progress,
+        self, model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, progress: Progress
     ) -> None:
         self.given = model, optimizer, batch
         self.config, self.progress = config, progress
@@ -292,20 +293,6 @@ class _Planning:
         return found
 
 
-def _planning(
-    model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, goal: Goal, progress: Progress
-) -> _Planning:
-    """Check what `fit` is given, and begin."""
-    plain, compiled = compiled_parts(model)
-    if compiled:
-        raise ValueError(
-            f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
-            "torch.compile, as plans that fit are of eager steps"
-        )
-    config = Config() if cfg is None else load(cfg)
-    return _Planning(model, inner_optimizer(optimizer), config, batch, progress)
-
-
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
     """Plans to try, the best of equal ones first."""
     if not allowed or now != KEEP:
@@ -331,12 +318,7 @@ def _converts(model: nn.Module, batch: Any, config: Config) -> Any:
 def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
     """Give options their seconds by the goal's rates, and errors in units of `balanced`'s.
 
-    Args:
-        space: Of a model.
-        goal: Its rates.
-
-    Returns:
-        Its segments; with released gradients none stays for later.
+    With released gradients none stays for later.
     """
     unit = sum(item.balanced.error for item in space.items) or 1.0
     released = space.plan.config.gradients != KEEP
@@ -403,9 +385,7 @@ def best_candidates(
 ) -> list[CandidatePlan]:
     """List plans of which each has a smaller peak than all that are better, thinned out evenly.
 
-    Args:
-        candidates: Of plans that are equally good an earlier one is preferred.
-        objective: What is best.
+    Of plans that are equally good an earlier one is preferred.
     """
     ways = [*dict.fromkeys(map(_kept, candidates))]
     # Bfloat16 weights that lose small updates are for where no truer ones fit.
@@ -439,12 +419,7 @@ def config_of(candidate: CandidatePlan) -> Config:
         for item, index in zip(segment.items, own, strict=True):
             choices = item.options[index].choices
             sites |= {site.name: spec(chosen) for site, chosen in choices.items()}
-    activations = replace(
-        config.activations,
-        rules=[],
-        sites=sites,
-        recompute=again,
-    )
+    activations = replace(config.activations, rules=[], sites=sites, recompute=again)
     return replace(config, activations=activations, optim=candidate.states.config)
 
 

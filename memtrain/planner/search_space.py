@@ -45,16 +45,7 @@ def gather(
 ) -> SearchSpace:
     """Trace a forward under each scheme, and once with every block recomputed.
 
-    Args:
-        model: Real or fake; not changed.
-        optimizer: Not changed.
-        config: Its exceptions hold under every scheme; its rules do not.
-        batch: What the model is called with.
-        goal: Whether it allows `quantise` and `recompute`; its rates, and its step's options.
-        progress: Called with each forward.
-
-    Returns:
-        Segments in the order of the forward.
+    The config's exceptions hold under every scheme; its rules do not.
     """
     none = replace(config.activations, rules=[], sites={}, recompute=[])
     plan = make_plan(model, optimizer, replace(config, activations=none))

@@ -369,7 +369,7 @@ class Run:
         older = [*weights, *state_tensors(self.optimizer)]
         # LiveStorages' mode sees every op, which would disable torch.compile
         eager = self.config.compile == "false"
-        with LiveStorages(peak=True) if eager else Allocations(self.device) as live:
+        with LiveStorages() if eager else Allocations(self.device) as live:
             live.adopt(older)
             saved: list[int] = []
 

@@ -63,7 +63,7 @@ def test_views_and_in_place_writes_of_older_tensors_do_not_count():
 
 
 def test_resized_storages_count_at_their_present_size():
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         x = torch.zeros(100)
         x.resize_(1000)
         assert live.nbytes() == 4000
@@ -73,7 +73,7 @@ def test_resized_storages_count_at_their_present_size():
 
 
 def test_peak_sees_temporaries_that_are_gone_at_the_end():
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         x = torch.zeros(1000)
         y = x + 1
         del x
@@ -85,20 +85,13 @@ def test_peak_sees_temporaries_that_are_gone_at_the_end():
 
 def test_adopted_tensors_count_until_they_die():
     old = torch.zeros(1000)
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         live.adopt([old, old[3:]])
         new = old + 1
         assert live.nbytes() == 8000
         del old
         assert live.nbytes(exclude=[new]) == 0
     assert live.peak_nbytes == 8000
-
-
-def test_peak_needs_asking():
-    with LiveStorages() as live:
-        torch.zeros(1)
-    with pytest.raises(RuntimeError, match="peak=True"):
-        _ = live.peak_nbytes
 
 
 def test_linear_relu_network_by_hand():

@@ -74,7 +74,7 @@ def test_no_gradient_outlives_its_update(name, around):
     optimizer = ReleaseGradients(optimizer, clip="value" if around == "clipped" else "none")
     x = torch.randn(2, width, dtype=model[0].weight.dtype)
     for _ in range(2):
-        with LiveStorages(peak=True) as live:
+        with LiveStorages() as live:
             model(x).sum().backward()
         optimizer.step()
     assert live.peak_nbytes < depth / 2 * 4 * width * width

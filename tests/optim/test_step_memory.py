@@ -59,7 +59,7 @@ def test_fused_steps_hold_no_parameter_sized_temporaries(name, weights):
     optimizer = EVERY[name](weights)
     two_steps_hold_little(optimizer)
     # the first step plans the states on the meta device, whose tensors the meter counts as well
-    with LiveStorages(peak=True) as meter:
+    with LiveStorages() as meter:
         optimizer.step()
     assert meter.peak_nbytes <= MOST
 
@@ -93,7 +93,7 @@ def test_the_general_wrapper_holds_one_parameters_states():
         param.grad = torch.ones_like(param)
     optimizer = optim.CompressedOptimizer(torch.optim.RMSprop(params, centered=True, momentum=0.9))
     optimizer.step()
-    with LiveStorages(peak=True) as meter:
+    with LiveStorages() as meter:
         optimizer.step()
     # three states of one parameter, whole; torch's and the compressors' few temporaries of it
     one = 512 * 512 * 4

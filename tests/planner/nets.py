@@ -7,7 +7,7 @@ from torch import nn
 
 from memtrain.config.sources import Activations, Config
 from memtrain.plan.build import spec
-from memtrain.planner.knapsack import evaluate
+from memtrain.planner.knapsack import Sums
 
 
 class Block(nn.Module):
@@ -54,5 +54,5 @@ def everything(segments, max_error):
         + ([None] if segment.recompute is not None else [])
         for segment in segments
     ]
-    plans = [evaluate(segments, own) for own in itertools.product(*ways)]
+    plans = [Sums(segments).evaluate(own) for own in itertools.product(*ways)]
     return [plan for plan in plans if plan.error <= max_error]

@@ -79,11 +79,7 @@ class CachingAllocator:
     """With expandable segments: the last block of each pool's segment."""
 
     def allocate(self, nbytes: int) -> _Block:
-        """Take a block.
-
-        Args:
-            nbytes: Asked for.
-        """
+        """Take a block of at least so many bytes."""
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         small = size <= SMALL
         block = self._best_fit(size, small) or self._grow(size, small)
@@ -108,26 +104,24 @@ class CachingAllocator:
     def give_back(self) -> None:
         """Return segments that are wholly free to the device, as `torch.cuda.empty_cache` does."""
         for block in [*self._blocks.values()]:
-            if block.before is not None:
-                continue
-            if block.after is None:
+            if block.before is None and block.after is None:
                 self._take(block)
                 self.reserved -= block.nbytes
                 if self._last.get(block.small) is block:
                     del self._last[block.small]
-        if self.expandable:
-            self._shrink()
-
-    def _shrink(self) -> None:
-        """Unmap the whole pages at the end of each expandable segment."""
-        for small, last in [*self._last.items()]:
-            page = SMALL_SEGMENT if small else LARGE_SEGMENT
-            pages = 0 if last.used else last.nbytes // page * page
-            if pages and pages < last.nbytes:
+        for small in self._last if self.expandable else ():  # whole pages at an end are unmapped
+            page, last = SMALL_SEGMENT if small else LARGE_SEGMENT, self._tail(small)
+            pages = last.nbytes // page * page if last is not None else 0
+            if last is not None and 0 < pages < last.nbytes:
                 self._take(last)
                 last.nbytes -= pages
                 self._put(last)
                 self.reserved -= pages
+
+    def _tail(self, small: bool) -> _Block | None:
+        """The free block at the end of a pool's expandable segment."""
+        last = self._last.get(small)
+        return None if last is None or last.used else last
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         free = self._free[small]
@@ -152,24 +146,23 @@ class CachingAllocator:
         return block
 
     def _expand(self, size: int, small: bool) -> _Block:
-        last = self._last.get(small)
-        have = last.nbytes if last is not None and not last.used else 0
         page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        self._reserve(-(-(size - have) // page) * page)
-        last = self._last.get(small)  # some pages may have been given back
-        have = last.nbytes if last is not None and not last.used else 0
-        pages = -(-(size - have) // page) * page
-        if last is not None and have:
-            self._take(last)
-            last.nbytes += pages
-            return last
+        for turn in range(2):  # the first may give pages of the tail back
+            tail = self._tail(small)
+            pages = -(-(size - (tail.nbytes if tail else 0)) // page) * page
+            if not turn:
+                self._reserve(pages)
+        if tail is not None:
+            self._take(tail)
+            tail.nbytes += pages
+            return tail
+        last = self._last.get(small)
         address = self._next if last is None else last.address + last.nbytes
-        block = _Block(address, pages, small, before=last)
+        block = self._last[small] = _Block(address, pages, small, before=last)
         if last is None:
             self._next += 2**50  # of virtual addresses
         else:
             last.after = block
-        self._last[small] = block
         return block
 
     def _reserve(self, nbytes: int) -> None:
@@ -252,19 +245,10 @@ def run_steps(
     workspaces: Sequence[int] = (),
     capacity: int | None = None,
 ) -> CachingAllocator:
-    """Let a simulated allocator serve two steps.
+    """Let a simulated allocator serve two steps, and return it.
 
-    Args:
-        events: As for `reserved_nbytes`.
-        categories: As for `reserved_nbytes`.
-        workspaces: As for `reserved_nbytes`.
-        capacity: Bytes of the device for segments; None: without limit.
-
-    Returns:
-        The allocator after the second step.
-
-    Raises:
-        OutOfMemoryError: If the capacity does not suffice.
+    The arguments are those of `reserved_nbytes`, and the device's bytes for segments (None: without
+    limit). Raises `OutOfMemoryError` where these do not suffice.
     """
     allocator = CachingAllocator(capacity, expandable_segments())
     begin = next((k for k, event in enumerate(events) if event[0] == NO_STORAGE), 0)

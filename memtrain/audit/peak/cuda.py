@@ -48,8 +48,7 @@ _FLOAT32_RESULT = {"softmax", "log_softmax", "softmin", "cumsum", "cumprod", "pr
 def workspaces(device: str) -> dict[Phase, int]:
     """Bytes that cuBLAS holds: a workspace per thread, the forward's and the backward's.
 
-    Args:
-        device: `cuda:sm_90`, or `cuda`: the current device's capability where there is one.
+    For `cuda` the current device's capability decides, where there is one.
 
     Example:
         >>> workspaces("cuda:sm_90")["backward"] // 2**20

@@ -35,14 +35,10 @@ class Estimate:
         return self.timeline.peak
 
     def fits(self, memory: str | int) -> bool:
-        """Whether the peak is at most `memory`.
+        """Whether the peak is at most `memory`: `"24GiB"`, or bytes.
 
-        Args:
-            memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's: the allocator's cache
-                and the CUDA context count (`Timeline.needed`).
-
-        Raises:
-            ValueError: If it is not a size.
+        On CUDA the whole device's: the allocator's cache and the CUDA context count
+        (`Timeline.needed`). Raises ValueError if it is not a size.
         """
         return self.timeline.needed.nbytes <= parse_size(memory, "memory")
 

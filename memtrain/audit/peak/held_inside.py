@@ -2,22 +2,28 @@
 
 A dispatch mode sees an op's results, not what it allocates inside itself and frees before it
 returns. So the code that takes it declares it: memtrain's kernels where they are registered
-(`kernels.dispatch.register`), torch's ops here. `benchmarks/peaks_everywhere.py` and
-`tests/audit/peak/test_held_inside.py` compare what is declared with what an op really allocates.
+(`kernels.dispatch.register`), torch's ops here. Where that depends on a library and the processor
+(`COUNTED`: convolutions, norms, losses), the op runs once, on zeros, in a thread of its
+own, and its allocations are counted.
+`benchmarks/peaks_everywhere.py` and `tests/audit/peak/test_held_inside.py` compare what is declared
+with what an op really allocates.
 """
 
-from collections.abc import Callable, Mapping
-from functools import reduce
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
-from memtrain.audit.peak import onednn
+from memtrain.activations.trace.rnn_workspace import GATES, row_nbytes
+from memtrain.audit.allocations import Allocations
 from memtrain.kernels.dispatch import INSIDE, INSIDE_CUDA
 
-Held = Callable[[Any, Any, Any], int]
-"""Arguments, keyword arguments and result -> bytes."""
+SAMPLE = 16 * 2**20
+"""An op of larger maps runs with fewer samples, and its bytes are extrapolated."""
 
 
 def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
@@ -38,25 +44,15 @@ def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         32
     """
     name = func._schema.name
-    held = TORCH.get(name)
-    if held is not None:
-        return held(args, kwargs, result)
-    own = INSIDE.get(name)
-    return 0 if own is None else own(*args, **kwargs)
+    if name in COUNTED:
+        return _counted(func, args, kwargs, result, COUNTED[name])
+    if name in TORCH:
+        return TORCH[name](args, kwargs, result)
+    return INSIDE[name](*args, **kwargs) if name in INSIDE else 0
 
 
 def held_on_cuda(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes that an op on CUDA holds likewise: memtrain's own, where they declare it.
-
-    Args:
-        func: An op, as a dispatch mode is given it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        result: What it returned.
-
-    Returns:
-        Bytes; 0 of torch's ops, of which nothing is known.
-    """
+    """Bytes that an op on CUDA holds likewise; 0 of torch's ops, of which nothing is known."""
     own = INSIDE_CUDA.get(func._schema.name)
     return 0 if own is None else own(*args, **kwargs)
 
@@ -77,11 +73,6 @@ def _casts(args: Any, kwargs: Any, result: Any) -> int:
     return held * common.itemsize
 
 
-def _chosen(args: Any, kwargs: Any, result: Any) -> int:
-    """`where`: its two branches."""
-    return _casts(args[1:], kwargs, result)
-
-
 def _accumulated(args: Any, kwargs: Any, result: Any) -> int:
     """A reduction casts what it reads to the dtype that it adds up in, whole."""
     x, dtype = args[0], result.dtype
@@ -95,100 +86,16 @@ def _averaged(args: Any, kwargs: Any, result: Any) -> int:
     return _accumulated(args, kwargs, result)
 
 
-def _contiguous(*places: int) -> Held:
-    """Those of its arguments that are not contiguous are copied."""
-
-    def held(args: Any, kwargs: Any, result: Any) -> int:
-        given = [args[place] for place in places]
-        return sum(x.nbytes for x in given if x is not None and not x.is_contiguous())
-
-    return held
-
-
-def _unfolded(args: Any, kwargs: Any, result: Any) -> int:
-    """A copy of the maps, and one that is contiguous where they are not."""
-    return args[0].nbytes * (1 if args[0].is_contiguous() else 2)
-
-
-def _like_first(args: Any, kwargs: Any, result: Any) -> int:
-    """As many bytes as what it reads has."""
-    return args[0].nbytes
-
-
-def _mask_of(args: Any, kwargs: Any, result: Any) -> int:
-    """A bool for each element."""
-    return args[0].numel()
-
-
-def _unreduced(args: Any, kwargs: Any, result: Any) -> int:
-    """A loss is there element by element before it is reduced."""
-    whole = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
-    return whole * args[0].element_size() if not result.dim() else 0
-
-
-def _input_gradient(args: Any, kwargs: Any, result: Any) -> int:
-    """Batch norm's backward makes the input's gradient twice, of an input without gaps."""
-    dense = not any(map(_gaps, args[:2]))
-    return result[0].nbytes if result[0] is not None and dense else 0
-
-
-def _product(*places: int) -> Held:
+def _product(places: Sequence[int], args: Any, kwargs: Any, result: Any) -> int:
     """Operands whose rows or columns are not one after another are copied, matrix by matrix."""
-
-    def held(args: Any, kwargs: Any, result: Any) -> int:
-        given = [args[place] for place in places]
-        return sum(
-            x.shape[-2:].numel() * x.element_size()
-            for x in given
-            if x.numel() and not _is_matrix(x)
-        )
-
-    return held
+    given = [args[place] for place in places if args[place].numel()]
+    return sum(x.shape[-2:].numel() * x.element_size() for x in given if not _is_matrix(x))
 
 
 def _is_matrix(x: Tensor) -> bool:
     """Whether BLAS can read a matrix, or each matrix of a batch, where it lies."""
     (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
-
-
-def _maps(args: Any, kwargs: Any, result: Any) -> int:
-    """Maps that are in neither of the two orders are copied."""
-    return _gaps(args[0])
-
-
-def _gaps(x: Tensor) -> int:
-    """Bytes of maps that are in neither order; else 0."""
-    form = torch.channels_last if x.dim() == 4 else torch.channels_last_3d
-    dense = x.is_contiguous() or (x.dim() in (4, 5) and x.is_contiguous(memory_format=form))
-    return 0 if dense else x.nbytes
-
-
-def _gelu_backward(args: Any, kwargs: Any, result: Any) -> int:
-    """Copies of what is not in the order of a contiguous input, for oneDNN's kernel."""
-    exact = kwargs.get("approximate", "none") == "none"
-    if not exact or args[1].dtype != torch.float32 or not args[1].is_contiguous():
-        return 0
-    return result.nbytes * sum(not x.is_contiguous() for x in (args[0], result))
-
-
-def _with_logits(args: Any, kwargs: Any, result: Any) -> int:
-    """A loss element by element, and a second one where it is reduced."""
-    return args[0].nbytes * (1 if result.dim() else 2)
-
-
-def _resized(args: Any, kwargs: Any, result: Any) -> int:
-    """Maps in torch's order are copied channels last, and the result back."""
-    return args[0].nbytes + result.nbytes if args[0].is_contiguous() else 0
-
-
-def _rolled(args: Any, kwargs: Any, result: Any) -> int:
-    """One dimension after another."""
-    return result.nbytes * max(0, len(args[1]) - 1)
-
-
-def _complex(args: Any, kwargs: Any, result: Any) -> int:
-    return args[0].nbytes if args[0].is_complex() else 0
 
 
 def _attention(args: Any, kwargs: Any, result: Any) -> int:
@@ -212,65 +119,121 @@ def _split(queries: int, keys: int) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-def _convolution(args: Any, kwargs: Any, result: Any) -> int:
-    return onednn.convolution(*args, **kwargs, y=result)
+class _Zeros(NamedTuple):
+    """The metadata of a tensor to allocate."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
 
 
-def _convolution_backward(args: Any, kwargs: Any, result: Any) -> int:
-    return onednn.convolution_backward(*args, **kwargs)
+def _counted(func: Any, args: Any, kwargs: Any, result: Any, batched: Sequence[int]) -> int:
+    """Bytes that an op is seen to hold, on zeros; linear in the samples where they are too many."""
+    maps = [args[place] for place in batched if isinstance(args[place], Tensor)]
+    samples = len(maps[0])
+    outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.dim() > 1]
+    most = max(x.nbytes for x in (*maps, *outputs)) // max(1, samples)
+    if not most:
+        return 0
+
+    def held(count: int) -> int:
+        given = tuple(_described(x, count if k in batched else None) for k, x in enumerate(args))
+        # The last two choose among kernels.
+        own = tuple(kwargs.items()), torch.get_num_threads(), torch.backends.mkldnn.enabled
+        return _run(func, given, *own)
+
+    count = max(1, min(samples, SAMPLE // most))
+    nbytes, less = held(count), count - max(1, count // 4)  # few samples may hold other things most
+    if count < samples:
+        slope = (nbytes - held(less)) / (count - less) if less else nbytes
+        nbytes += int((samples - count) * slope)
+    return nbytes
+
+
+def _described(x: Any, samples: int | None) -> Any:
+    """An argument, of so many samples, as a key of a cache."""
+    if not isinstance(x, Tensor | list):
+        return x
+    shape = (*(x.shape if isinstance(x, Tensor) else x),)
+    shape = shape if samples is None else (samples, *shape[1:])
+    return _Zeros(shape, x.stride(), x.dtype) if isinstance(x, Tensor) else shape
+
+
+@cache
+def _run(func: Any, given: Any, kwargs: Any, threads: int, mkldnn: bool) -> int:
+    """Run an op, and count what it allocates beside its result."""
+
+    def run() -> int:
+        args = [_zeros(x) if isinstance(x, _Zeros) else x for x in given]
+        with Allocations(torch.device("cpu")) as live:
+            _result = func(*args, **dict(kwargs))
+            return live.peak_nbytes - live.nbytes()
+
+    with ThreadPoolExecutor(1) as thread:  # the modes and the profiler of this thread are not its
+        return thread.submit(run).result()
+
+
+def _zeros(of: _Zeros) -> Tensor:
+    last = sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
+    return torch.zeros(last + 1, dtype=of.dtype).as_strided(of.shape, of.stride)
 
 
 def _lstm(args: Any, kwargs: Any, result: Any) -> int:
-    return onednn.lstm(*args[:3])
+    """The gates of all steps, and the weights in the layout of oneDNN's kernel."""
+    x, weight, recurrent = args[:3]
+    gates = row_nbytes(GATES * recurrent.shape[1], x.element_size()) * x.shape[:2].numel()
+    return gates + weight.nbytes + recurrent.nbytes
 
 
 def _lstm_backward(args: Any, kwargs: Any, result: Any) -> int:
-    x, weight, recurrent = args[:3]
-    return onednn.lstm_backward(x, weight, recurrent, args[10])
+    """The gradients of the weights in that layout too, and a copy of a gradient with gaps."""
+    dy = args[10]
+    copied = 0 if dy is None or dy.is_contiguous() else dy.nbytes
+    return _lstm(args, kwargs, result) + args[1].nbytes + args[2].nbytes + copied
 
 
+def _copied(args: Any, kwargs: Any, result: Any) -> int:
+    """A contiguous copy of what has gaps."""
+    return 0 if args[0].is_contiguous() else args[0].nbytes
+
+
+_SOFTMAX, _UPSAMPLED = ("_softmax", "_log_softmax"), ("nearest", "bilinear", "bicubic")
 _POINTWISE = (
     "add", "sub", "rsub", "mul", "div", "maximum", "minimum", "pow", "addcmul", "addcdiv", "lerp",
     "lt", "le", "gt", "ge", "eq", "ne", "atan2", "fmod", "remainder",
 )  # fmt: skip
-_MAPS = (
-    "upsample_nearest2d_backward", "upsample_bilinear2d_backward",
-    "max_pool2d_with_indices_backward", "max_pool3d_with_indices_backward",
-    "reflection_pad2d_backward", "grid_sampler_2d_backward",
-)  # fmt: skip
-TORCH: Mapping[str, Held] = {
+
+
+TORCH: Mapping[str, Callable[[Any, Any, Any], int]] = {
     **{f"aten::{name}{suffix}": _casts for name in _POINTWISE for suffix in ("", "_")},
     **{f"aten::{name}": _accumulated for name in ("sum", "prod", "cumsum", "cumprod", "nansum")},
     "aten::linalg_vector_norm": _accumulated,
     "aten::mean": _averaged,
-    "aten::where": _chosen,
-    "aten::logsumexp": _like_first,
-    "aten::_safe_softmax": _mask_of,
-    "aten::mse_loss": _unreduced,
-    "aten::smooth_l1_loss": _unreduced,
-    "aten::huber_loss": _unreduced,
-    "aten::binary_cross_entropy": _unreduced,
-    "aten::native_layer_norm": _contiguous(0),
-    "aten::native_layer_norm_backward": _contiguous(0, 1),
-    "aten::embedding_dense_backward": _contiguous(0),
-    **{f"aten::{name}": _contiguous(0) for name in ("_softmax", "_log_softmax")},
-    **{f"aten::{name}_backward_data": _contiguous(0, 1) for name in ("_softmax", "_log_softmax")},
-    **{f"aten::{name}": _maps for name in _MAPS},
-    **{f"aten::{name}": _product(0, 1) for name in ("mm", "bmm")},
-    **{f"aten::{name}": _product(1, 2) for name in ("addmm", "baddbmm")},
-    **{f"aten::upsample_{name}2d": _resized for name in ("nearest", "bilinear", "bicubic")},
-    "aten::gelu_backward": _gelu_backward,
-    "aten::binary_cross_entropy_with_logits": _with_logits,
-    "aten::roll": _rolled,
-    "aten::abs": _complex,
+    "aten::where": lambda args, kwargs, result: _casts(args[1:], kwargs, result),
+    "aten::embedding_dense_backward": _copied,
+    **{f"aten::{name}": partial(_product, (0, 1)) for name in ("mm", "bmm")},
+    **{f"aten::{name}": partial(_product, (1, 2)) for name in ("addmm", "baddbmm")},
     "aten::_scaled_dot_product_flash_attention_for_cpu": _attention,
     "aten::_scaled_dot_product_flash_attention_for_cpu_backward": _attention_backward,
-    "aten::native_batch_norm_backward": _input_gradient,
-    "aten::im2col": _unfolded,
-    "aten::col2im": _contiguous(0),
-    "aten::convolution": _convolution,
-    "aten::convolution_backward": _convolution_backward,
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
 }
-"""Name of one of torch's ops -> the bytes that it holds inside."""
+"""Name of one of torch's ops -> the bytes that it holds inside, of arguments and result."""
+COUNTED: Mapping[str, Sequence[int]] = {
+    **{f"aten::{name}": (0,) for name in ("convolution", "im2col", "col2im", "roll", "abs")},
+    **{f"aten::{name}": (0,) for name in (*_SOFTMAX, "_safe_softmax", "logsumexp")},
+    **{f"aten::{name}_backward_data": (0, 1) for name in _SOFTMAX},
+    **{f"aten::{name}_loss": (0, 1) for name in ("mse", "smooth_l1", "huber")},
+    **{f"aten::binary_cross_entropy{suffix}": (0, 1) for suffix in ("", "_with_logits")},
+    "aten::native_layer_norm": (0,),
+    "aten::native_layer_norm_backward": (0, 1, 3, 4),
+    "aten::native_batch_norm_backward": (0, 1),
+    "aten::convolution_backward": (0, 1),
+    "aten::gelu_backward": (0, 1),
+    "aten::reflection_pad2d_backward": (0, 1),
+    "aten::grid_sampler_2d_backward": (0, 1, 2),
+    **{f"aten::max_pool{n}d_with_indices_backward": (0, 1, 7) for n in (2, 3)},
+    **{f"aten::upsample_{name}2d": (0,) for name in _UPSAMPLED},
+    **{f"aten::upsample_{name}2d_backward": (0, 2) for name in _UPSAMPLED},  # and its input's size
+}
+"""Name of one of torch's ops -> its arguments with a batch dimension; its bytes are counted."""

@@ -102,12 +102,7 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
 
 
 def search(peak: Callable[[int], int], memory: int, most: int) -> int:
-    """The largest size in 1 .. `most` whose peak is at most `memory`; 0 if none.
-
-    Args:
-        peak: Size -> bytes, not falling.
-        memory: Bytes.
-        most: The largest size allowed.
+    """The largest size in 1 .. `most` whose peak (size -> bytes, not falling) fits; 0 if none.
 
     Example:
         >>> search(lambda size: 10 + 3 * size, 100, 1000)

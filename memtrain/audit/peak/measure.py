@@ -1,8 +1,8 @@
 """The peak of a training step, measured on a real one."""
 
 import gc
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.trace.fake_copies import copy_optimizer
 from memtrain.activations.trace.restored import attributes_restored, random_states_restored
 from memtrain.api import unwrap, wrap
-from memtrain.audit.allocations import cpu_allocations
+from memtrain.audit.allocations import Allocations
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import state_tensors, weight_tensors
 from memtrain.audit.peak.timeline import ALLOCATED, INPUTS, STATES, WEIGHTS, Moment, Phase, Timeline
@@ -65,12 +65,18 @@ def measure(
     optimizer = inner_optimizer(optimizer)
     if any(isinstance(x, FakeTensor) or x.is_meta for x in weight_tensors(inner)):
         raise ValueError(f"{type(inner).__name__} has no data: only a real model can be measured")
-    on_cuda = next(inner.parameters()).is_cuda
-    before = torch.cuda.memory_allocated() if on_cuda else 0
+    device = next(inner.parameters()).device
     inputs = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
-    own = storage_nbytes([x for x in (*weight_tensors(inner), *inputs) if x.is_cuda])
-    follow = nullcontext() if on_cuda else cpu_allocations()
-    with _put_back(inner), follow as since:
+    highest: dict[Phase, tuple[int, str]] = {}
+    now: Phase = "forward"
+
+    def begin(phase: Phase) -> None:
+        nonlocal now
+        highest[now] = max(highest.get(now, (0, "")), live.restart())
+        now = phase
+
+    with _put_back(inner), Allocations(device) as live:
+        live.adopt([x for x in (*weight_tensors(inner), *inputs) if x.device == device])
         optimizer = copy_optimizer(optimizer, {id(p): p for p in inner.parameters()})
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
@@ -83,67 +89,20 @@ def measure(
                 STATES: storage_nbytes(state_tensors(optimizer), exclude=weight_tensors(inner)),
                 INPUTS: storage_nbytes(inputs),
             }
-            phases = _OnCuda(parts, before - own) if since is None else _OnCpu(parts, since)
-            run_step(model, optimizer, batch, options, phases.begin)
-            return phases.timeline()
+            live.restart(sum(parts.values()))
+            run_step(model, optimizer, batch, options, begin)
         finally:
             if cfg is not None:
                 unwrap(model, optimizer)
+    moments = (_moment(phase, *at, parts) for phase, at in highest.items())
+    reserved = torch.cuda.memory_reserved() if device.type == "cuda" else None
+    return Timeline(tuple(moments), reserved=reserved)
 
 
-class _OnCpu:
-    """The highest moment of each phase, from a list of allocations."""
-
-    def __init__(self, parts: dict[str, int], since: Callable[[], list[tuple[str, int]]]) -> None:
-        since()
-        self.parts, self.since = parts, since
-        self.now = sum(parts.values())
-        self.phase: Phase = "forward"
-        self.highest: dict[Phase, tuple[int, str]] = {}
-
-    def begin(self, phase: Phase) -> None:
-        """Read what the phase before has allocated."""
-        for op, nbytes in self.since():
-            self.now += nbytes
-            if self.now > self.highest.get(self.phase, (0, ""))[0]:
-                self.highest[self.phase] = self.now, op
-        self.phase = phase
-
-    def timeline(self) -> Timeline:
-        """The moments."""
-        found = [self._moment(phase, *at) for phase, at in self.highest.items()]
-        return Timeline(tuple(found), reserved=self.reserved())
-
-    def reserved(self) -> int | None:
-        """Bytes that the allocator took of the device."""
-        return None
-
-    def _moment(self, phase: Phase, nbytes: int, op: str) -> Moment:
-        parts = {**self.parts, ALLOCATED: nbytes - sum(self.parts.values())}
-        label = f"{phase}, in {op}" if op else phase
-        return Moment(label, phase, nbytes, {name: size for name, size in parts.items() if size})
-
-
-class _OnCuda(_OnCpu):
-    """The highest moment of each phase, as the caching allocator counts it."""
-
-    def __init__(self, parts: dict[str, int], others: int) -> None:
-        super().__init__(parts, list)
-        self.others = others
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-
-    def begin(self, phase: Phase) -> None:
-        """Read the peak of the phase before."""
-        torch.cuda.synchronize()
-        highest = torch.cuda.max_memory_allocated() - self.others
-        self.highest[self.phase] = max(self.highest.get(self.phase, (0, "")), (highest, ""))
-        torch.cuda.reset_peak_memory_stats()
-        self.phase = phase
-
-    def reserved(self) -> int | None:
-        """Bytes that the allocator took of the device, in these steps or before."""
-        return torch.cuda.memory_reserved()
+def _moment(phase: Phase, nbytes: int, op: str, parts: dict[str, int]) -> Moment:
+    parts = {**parts, ALLOCATED: nbytes - sum(parts.values())}
+    label = f"{phase}, in {op}" if op else phase
+    return Moment(label, phase, nbytes, {name: size for name, size in parts.items() if size})
 
 
 @contextmanager

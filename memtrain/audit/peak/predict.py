@@ -1,9 +1,10 @@
 """The peak of a training step, before anything runs."""
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from threading import get_ident
 from traceback import walk_tb
 from typing import Any
@@ -64,8 +65,8 @@ def predict(
     device must have free. Forward, backward and the optimizer's step run under `FakeTensorMode`,
     with the hooks that `wrap` puts on a model, from the states that a step before has left and
     without gradients.
-    What an op allocates inside itself and frees before it returns is what its code declares
-    (`held_inside`; on CUDA torch's own ops declare nothing). What of the model is compiled is
+    What an op allocates inside itself and frees before it returns is declared or counted
+    (`held_inside`; on CUDA memtrain's own ops only). What of the model is compiled is
     compiled for the copies, and its graphs run op by op: what they hold between forward and
     backward is what a real run holds; temporaries are more, as no ops are fused.
 
@@ -88,7 +89,8 @@ def predict(
         TypeError: If the batch holds no tensor.
 
     Memory:
-        That of the names and numbers of the tensors: none of them is allocated.
+        That of the names and numbers of the tensors. On a CPU some ops run once, on zeros of
+        `held_inside.SAMPLE` bytes at most or one sample.
 
     Example:
         >>> import torch
@@ -104,46 +106,20 @@ def predict(
     optimizer = inner_optimizer(optimizer)
     if isinstance(optimizer, LBFGS):
         raise UnpredictableError(f"how often LBFGS runs the model depends on data: {MEASURE}")
-    timeline = _predicted(model, optimizer, batch, cfg, options)
-    return timeline if timeline.reserved is None else replace(timeline, context=options.context)
-
-
-def _predicted(
-    model: nn.Module, optimizer: Optimizer, batch: Any, cfg: Any, options: StepOptions
-) -> Timeline:
-    """Simulate a step of copies."""
     model, parts = compiled_parts(model)
     on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
-    with (
-        explain_fake_errors(model),
-        copies as (model, optimizer, batch),
-        simulating("cuda" if on_cuda else "cpu"),
-    ):
+    place = simulating("cuda" if on_cuda else "cpu")
+    with explain_fake_errors(model), copies as (model, optimizer, batch), place:
         if on_cuda:
-            _use_foreach(optimizer)
+            for group in optimizer.param_groups:  # torch's own choice for CUDA tensors only
+                if group.get("foreach", False) is None and not group.get("fused"):
+                    group["foreach"] = True
         if cfg is not None:
             model, optimizer = wrap(model, optimizer, cfg)
-        if on_cuda and not isinstance(innermost(optimizer), FusedStates):
-            _step_uncaptured(optimizer)
-        if on_cuda and isinstance(optimizer, HostStates):
-            copies = DelayedCopies()
-            optimizer.copies = lambda param: copies
         compile_parts(model, parts)
-        corrections = cuda.CudaForms if on_cuda else nullcontext
-        holds = held_on_cuda if on_cuda else held_inside
-        first = StorageRecorder(model, fake=True, corrections=corrections)
-        if wants_closure(optimizer) or (cfg is not None and plan_of(model).bits is not None):
-            with first:  # assigns automatic widths too
-                run_step(model, optimizer, batch, options, first.begin, first)
-        else:
-            _first_update(optimizer, first)
-        recorder = StorageRecorder(
-            model, fake=True, corrections=corrections, inside=holds, separate_host=on_cuda
-        )
-        trained = record_step(model, optimizer, batch, options, recorder)
-        # The first step gave states to every parameter: those without a gradient have none.
-        recorder.adopt(_states(optimizer, trained), NOTHING)
+        bits = cfg is not None and plan_of(model).bits is not None
+        recorder = _recorded(model, optimizer, batch, options, on_cuda=on_cuda, assigns=bits)
     events, categories = recorder.events, recorder.categories
     if not on_cuda:
         return replay(events, categories)
@@ -151,7 +127,44 @@ def _predicted(
     timeline = replay(events, categories, unit=allocator.UNIT, workspaces=held)
     own = [held["forward"], held["backward"] - held["forward"]]
     reserved = allocator.reserved_nbytes(events, categories, own)
-    return replace(timeline, reserved=reserved)
+    return replace(timeline, reserved=reserved, context=options.context)
+
+
+def _recorded(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    options: StepOptions,
+    *,
+    on_cuda: bool,
+    assigns: bool,
+) -> StorageRecorder:
+    """Record the second step of fake copies; `assigns`: the first assigns automatic widths."""
+    if on_cuda and not isinstance(innermost(optimizer), FusedStates):
+        for group in optimizer.param_groups:  # torch's refuse it for tensors on the CPU
+            group |= {"capturable": False} if "capturable" in group else {}
+    if on_cuda and isinstance(optimizer, HostStates):
+        copies = DelayedCopies()
+        optimizer.copies = lambda param: copies
+    recorder = partial(
+        StorageRecorder, model, fake=True, corrections=cuda.CudaForms if on_cuda else nullcontext
+    )
+    first = recorder()
+    if assigns or wants_closure(optimizer):
+        with first:
+            run_step(model, optimizer, batch, options, first.begin, first)
+    else:
+        for param in (p for group in optimizer.param_groups for p in group["params"]):
+            param.grad = torch.empty_like(param) if param.requires_grad else param.grad
+        first.begin("step")
+        with first:
+            optimizer.step()
+    second = recorder(inside=held_on_cuda if on_cuda else held_inside, separate_host=on_cuda)
+    trained = record_step(model, optimizer, batch, options, second)
+    # The first step gave states to every parameter: those without a gradient have none.
+    unused = [state for param, state in optimizer.state.items() if param not in trained]
+    second.adopt([x for x in tree_leaves(unused) if isinstance(x, Tensor)], NOTHING)
+    return second
 
 
 def check_compiled(model: nn.Module, options: StepOptions) -> None:
@@ -179,36 +192,35 @@ def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
 @contextmanager
 def explain_fake_errors(model: nn.Module) -> Iterator[None]:
     """Raise `UnpredictableError` for what fake tensors cannot run: which op, and what to do."""
-    name = type(model).__name__
     try:
         with _without_tracebacks():
             yield
-    except DataDependentOutputException as error:
-        raise UnpredictableError(
-            f"{name} reads a tensor's values ({error.func}), so what it runs depends on data and "
-            f"cannot be predicted: {MEASURE}"
-        ) from error
-    except DynamicOutputShapeException as error:
-        raise UnpredictableError(
-            f"{name} runs {error.func}, whose result's shape depends on data: {MEASURE}"
-        ) from error
-    except UnsupportedOperatorException as error:
-        raise UnpredictableError(
-            f"{name} runs {error.func}, which has no fake form: {MEASURE}"
-        ) from error
-    except UnsupportedFakeTensorException as error:
-        raise UnpredictableError(
-            f"{name} cannot run on fake tensors ({error.reason}): {MEASURE}"
-        ) from error
     except RuntimeError as error:
-        first = str(error).partition("\n")[0].rstrip(".")
-        if ".numpy()" in first:
-            why = f"{name} takes a tensor's values out with .numpy()"
-        elif (op := _failed(error)) is not None:
-            why = f"{name} runs {op}, which fails ({first}). If it does not with data"
-        else:
+        if (why := _why(error)) is None:
             raise
-        raise UnpredictableError(f"{why}: {MEASURE}") from error
+        raise UnpredictableError(f"{type(model).__name__} {why}: {MEASURE}") from error
+
+
+def _why(error: RuntimeError) -> str | None:
+    """What a model does that fake tensors cannot; None of another error."""
+    first = str(error).partition("\n")[0].rstrip(".")
+    if isinstance(error, DataDependentOutputException):
+        return (
+            f"reads a tensor's values ({error.func}), so what it runs depends on data and cannot "
+            "be predicted"
+        )
+    if isinstance(error, DynamicOutputShapeException):
+        return f"runs {error.func}, whose result's shape depends on data"
+    if isinstance(error, UnsupportedOperatorException):
+        return f"runs {error.func}, which has no fake form"
+    if isinstance(error, UnsupportedFakeTensorException):
+        return f"cannot run on fake tensors ({error.reason})"
+    if ".numpy()" in first:
+        return "takes a tensor's values out with .numpy()"
+    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
+    ours = (frame.f_locals.get("func") for frame in frames if frame.f_code is _DISPATCH)
+    op = next((func for func in ours if isinstance(func, OpOverload)), None)
+    return op and f"runs {op}, which fails ({first}). If it does not with data"
 
 
 @contextmanager
@@ -224,41 +236,3 @@ def _without_tracebacks() -> Iterator[None]:
         yield
     finally:
         _LOG.removeFilter(of_others)
-
-
-def _failed(error: RuntimeError) -> OpOverload | None:
-    """The op whose fake form raised an error; None where none did."""
-    frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    ours = (frame.f_locals.get("func") for frame in frames if frame.f_code is _DISPATCH)
-    return next((func for func in ours if isinstance(func, OpOverload)), None)
-
-
-def _first_update(optimizer: Optimizer, recorder: StorageRecorder) -> None:
-    """Let the optimizer make its states."""
-    for group in optimizer.param_groups:
-        for param in group["params"]:
-            if param.requires_grad:
-                param.grad = torch.empty_like(param)
-    recorder.begin("step")
-    with recorder:
-        optimizer.step()
-
-
-def _states(optimizer: Optimizer, trained: set[Tensor]) -> Iterable[Tensor]:
-    for param, state in optimizer.state.items():
-        if param not in trained:
-            yield from (leaf for leaf in tree_leaves(state) if isinstance(leaf, Tensor))
-
-
-def _step_uncaptured(optimizer: Optimizer) -> None:
-    """Unset `capturable`, which torch's optimizers refuse for tensors that are not on CUDA."""
-    for group in optimizer.param_groups:
-        if group.get("capturable"):
-            group["capturable"] = False
-
-
-def _use_foreach(optimizer: Optimizer) -> None:
-    """Set `foreach`, which torch's optimizers do by themselves for CUDA tensors only."""
-    for group in optimizer.param_groups:
-        if group.get("foreach", False) is None and not group.get("fused"):
-            group["foreach"] = True

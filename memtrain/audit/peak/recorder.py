@@ -38,11 +38,6 @@ _CALL = nn.Module._wrapped_call_impl.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
 
 
-def nothing_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """For ops of which nothing is known: 0 bytes."""
-    return 0
-
-
 class StorageRecorder(TorchDispatchMode):
     """Records every storage that ops allocate inside a `with` block, and its release, real or fake.
 
@@ -67,7 +62,7 @@ class StorageRecorder(TorchDispatchMode):
         *,
         fake: bool = False,
         corrections: Callable[[], AbstractContextManager[Any]] = nullcontext,
-        inside: Callable[[Any, Any, Any, Any], int] = nothing_inside,
+        inside: Callable[[Any, Any, Any, Any], int] = lambda func, args, kwargs, result: 0,
         separate_host: bool = False,
     ) -> None:
         super().__init__()
@@ -132,12 +127,7 @@ class StorageRecorder(TorchDispatchMode):
         return [storage for storage in made if storage._cdata not in older]
 
     def adopt(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count these tensors as of a category, whether they are known or older.
-
-        Args:
-            tensors: Any tensors; those that share a storage count once.
-            category: One of `timeline.PARTS`.
-        """
+        """Count these tensors as of a category of `timeline.PARTS`, whether known or older."""
         for storage in storages(tensors):
             self._see(storage, category)
             self.categories[self._numbers[storage._cdata]] = category

@@ -64,7 +64,7 @@ def run_step(
     """Run one step: forward, backward, update; gradients from nothing unless they accumulate.
 
     Args:
-        model: Real or fake.
+        model: Real or fake; as optimizer and batch.
         optimizer: Its optimizer.
         batch: What the model is called with.
         options: Autocast, and the loss.
@@ -107,15 +107,7 @@ def record_step(
 ) -> set[Tensor]:
     """Run one step under a recorder, from the states that the optimizer has.
 
-    Args:
-        model: Real or fake.
-        optimizer: Its optimizer.
-        batch: What the model is called with.
-        options: Autocast, and the loss.
-        recorder: Gets the step's storages and their categories.
-
-    Returns:
-        The parameters that got a gradient.
+    The arguments are those of `run_step`. Returns the parameters that got a gradient.
     """
     trained: set[Tensor] = set()
 
@@ -129,7 +121,7 @@ def record_step(
         _adopt_states(recorder, optimizer)
         recorder.adopt(weight_tensors(model), WEIGHTS)
         recorder.adopt([x for x in tree_leaves(batch) if isinstance(x, Tensor)], INPUTS)
-        if options.accumulated and not released(optimizer):
+        if options.accumulated and releasing(optimizer) is None:
             for param in model.parameters():
                 param.grad = torch.zeros_like(param) if param.requires_grad else None
             recorder.adopt(gradient_tensors(model), GRADIENTS)
@@ -160,12 +152,6 @@ def _backward(loss: Tensor) -> None:
 def default_loss(output: Any) -> Tensor:
     """Take the loss that a model computes itself, else the sum of its first output.
 
-    Args:
-        output: What a model returned: a tensor, a tuple, a dict, an object with `loss`.
-
-    Returns:
-        A tensor of one element.
-
     Raises:
         TypeError: If there is no tensor of a float type that needs a gradient.
 
@@ -186,16 +172,7 @@ def default_loss(output: Any) -> Tensor:
 
 
 def check(model: nn.Module, batch: Any) -> None:
-    """Raise for a model that is wrapped already, and for a batch that is no batch.
-
-    Args:
-        model: What is to be stepped.
-        batch: What it is to be called with.
-
-    Raises:
-        ValueError: If the model is wrapped.
-        TypeError: If the batch holds no tensor (and is not empty).
-    """
+    """Raise ValueError for a model that is wrapped already, and TypeError for no batch."""
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError(
             f"this {type(model).__name__} is wrapped already; unwrap(model, optimizer) undoes it, "
@@ -213,11 +190,6 @@ def check_batch(batch: Any) -> None:
             f"the batch is a {type(batch).__name__} of {', '.join(kinds)}; allowed: a tensor, a "
             "tuple of arguments or a dict of keyword arguments with tensors among them"
         )
-
-
-def released(optimizer: Optimizer) -> bool:
-    """Whether gradients are used up inside the backward."""
-    return releasing(optimizer) is not None
 
 
 def wants_closure(optimizer: Optimizer) -> bool:

@@ -114,7 +114,7 @@ def test_peak_of_backward_is_lower():
         with _Calls(Group(bits=4), threshold):
             y = module(x)  # no gradient of x: the decompressed input is the largest buffer
         y = y.sum()
-        with LiveStorages(peak=True) as meter:
+        with LiveStorages() as meter:
             y.backward()
         return meter.peak_nbytes
 

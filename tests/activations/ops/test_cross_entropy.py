@@ -88,7 +88,7 @@ def test_backward_allocates_the_gradient_and_a_piece(monkeypatch):
     target = torch.randint(classes, (rows,))
     loss = cross_entropy(x, target, compressor=Group(bits=8))
     gc.collect()
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         loss.backward()
     assert live.peak_nbytes < 1.05 * x.nbytes
 
@@ -96,7 +96,7 @@ def test_backward_allocates_the_gradient_and_a_piece(monkeypatch):
 def test_forward_allocates_the_payload_and_a_piece(monkeypatch):
     monkeypatch.setattr(ours, "_PIECE", 2**18)
     x, target = torch.randn(512, 16384, requires_grad=True), torch.randint(16384, (512,))
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         loss = cross_entropy(x, target, compressor=Group(bits=8))
     payload = x.numel() + x.numel() // 256 * 4
     assert loss.grad_fn is not None
@@ -109,13 +109,13 @@ def test_autocast_casts_pieces_not_the_logits(monkeypatch):
     x = torch.randn(512, 2048).bfloat16().requires_grad_()
     target = torch.randint(2048, (512,))
     with torch.autocast("cpu", torch.bfloat16):
-        with LiveStorages(peak=True) as live:
+        with LiveStorages() as live:
             loss = cross_entropy(x, target, compressor=Group(bits=8))
         expected = F.cross_entropy(x.detach(), target)
     payload = x.numel() + x.numel() // 256 * 4
     assert torch.equal(loss, expected)
     assert live.peak_nbytes < payload + 2.2 * 4 * 2**16
-    with LiveStorages(peak=True) as live:
+    with LiveStorages() as live:
         loss.backward()
     assert live.peak_nbytes < x.nbytes + 2.2 * 4 * 2**16
 
