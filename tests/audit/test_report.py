@@ -132,7 +132,7 @@ OPTIMIZERS = {
 def odd_model():
     """Small, long, thin, one-dimensional and frozen parameters."""
     model = nn.Sequential(
-        nn.Linear(96, 200), nn.LayerNorm(200), nn.Linear(200, 5000), nn.Linear(5000, 3)
+        nn.Linear(96, 200), nn.LayerNorm(200), nn.Linear(200, 1500), nn.Linear(1500, 3)
     )
     model.register_parameter("long", nn.Parameter(torch.zeros(9001)))
     model[0].weight.requires_grad_(False)
@@ -188,9 +188,7 @@ def test_states_of_a_running_optimizer_with_a_scheduler_are_read_and_left_alone(
     [
         optim.AdamW4bit,
         optim.AdamW8bitFactor,
-        optim.Lion4bit,
         lambda params: optim.SGD4bit(params, lr=0.1, momentum=0.9),
-        lambda params: optim.SGD4bit(params, lr=0.1),
         lambda params: optim.compress(torch.optim.NAdam(params)),
     ],
 )
@@ -293,7 +291,7 @@ def test_what_is_kept_has_its_reason_and_its_bytes():
     report = audit(model, torch.optim.AdamW(model.parameters()), torch.randn(4, 96))
     kept = {(group.kind, group.reason): group for group in report.kept}
     small = kept["state", "of 4,096 elements or fewer"]
-    biases = [model[0].bias, *model[1].parameters(), model[3].bias]
+    biases = [model[0].bias, *model[1].parameters(), model[2].bias, model[3].bias]
     assert small.nbytes == 2 * sum(p.nbytes for p in biases)
     assert small.count == 2 * len(biases)
     assert kept["weight", "not requested"].nbytes == sum(p.nbytes for p in model.parameters())

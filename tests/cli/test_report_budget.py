@@ -30,7 +30,7 @@ def asked(*overrides):
 def test_the_keys_of_a_budget_reach_the_planner(monkeypatch):
     given = {}
 
-    def fit(model, optimizer, batch, budget, cfg, *, goal, told):
+    def fit(model, optimizer, batch, budget, cfg, *, goal, progress):
         given.update(budget=budget, goal=goal, cfg=cfg)
         return "found"
 

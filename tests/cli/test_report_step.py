@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from memtrain.audit.peak import Moment, Timeline
-from memtrain.audit.peak.largest import largest
 from memtrain.audit.report import Report
 from memtrain.cli.command_line import working
 from memtrain.cli.models.build_model import build
@@ -62,9 +61,10 @@ def test_thinning_keeps_the_peak_and_the_order(count):
 
 def test_a_real_step_confirms_the_predicted_one(builder, capsys, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
-    arguments = ["model=py:theirs:build", "batch=64", "device=cpu", "--measure", "--json", "a.json"]
-    assert main(arguments) == 0
-    text = capsys.readouterr().out
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert main(["model=py:theirs:build", "batch=64", "--measure", "--json", "a.json"]) == 0
+    text, errors = capsys.readouterr()
+    assert "predicted and measured on the CPU" in errors
     assert "planned, measured:" in text
     content = json.loads((builder / "a.json").read_text())
     for side in ("plain", "planned"):
@@ -87,28 +87,17 @@ def test_a_model_that_reads_its_data_is_measured(builder, capsys):
     assert content["measured_peak"]["plain"] > 4 * 64 * 64
 
 
-def test_without_a_gpu_a_real_step_runs_on_the_cpu_and_says_so(builder, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert main(["model=py:theirs:build", "--measure"]) == 0
-    assert "predicted and measured on the CPU" in capsys.readouterr().err
+def test_sizes_that_fit_are_those_of_the_search(builder, capsys, monkeypatch):
+    def search(model, optimizer, batch, cfg, *, memory, what, most, options):
+        return type("Found", (), {"size": 1234 if cfg is None else 5678})
 
-
-def test_sizes_that_fit_are_those_of_the_search(builder, capsys):
-    memory = 2_000_000
-    assert (
-        main(["model=py:theirs:build", "device=cpu", f"memory={memory}", "--json", "a.json"]) == 0
-    )
+    monkeypatch.setattr("memtrain.cli.report.fitting.largest", search)
+    assert main(["model=py:theirs:build", "--no-peak", "memory=2MB", "--json", "a.json"]) == 0
     content = json.loads((builder / "a.json").read_text())["fits"]
-    assert content["memory"] == memory
-    assert set(content) == {"memory", "batch"}
-    built = build(Request(model="py:theirs:build"))
-    step = Request(device="cpu").step
-    for side, cfg in (("plain", None), ("planned", load([]))):
-        found = largest(*built, cfg, memory=memory, options=step)
-        assert content["batch"][side] == found.size > 1
-    assert content["batch"]["planned"] > content["batch"]["plain"]
+    assert (content["memory"], set(content)) == (2_000_000, {"memory", "batch"})
+    assert (content["batch"]["plain"], content["batch"]["planned"]) == (1234, 5678)
     words = " ".join(capsys.readouterr().out.split())
-    assert f"fits in 1.91 MiB: a batch of {content['batch']['plain']:,} plain" in words
+    assert "fits in 1.91 MiB: a batch of 1,234 plain, 5,678 planned" in words
 
 
 def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):

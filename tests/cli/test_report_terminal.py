@@ -40,7 +40,7 @@ class Closed(io.TextIOWrapper):
 def test_a_limit_counts_although_nobody_reads(limit, status, builder, monkeypatch, capsys):
     monkeypatch.setattr("memtrain.cli.report.main.drop_output", lambda: None)
     monkeypatch.setattr(sys, "stdout", Closed(io.BytesIO()))
-    assert main(["model=py:theirs:build", "--fail-over", limit]) == status
+    assert main(["model=py:theirs:build", "--no-peak", "--fail-over", limit]) == status
 
 
 def test_what_the_encoding_lacks_is_escaped(report, monkeypatch):

@@ -71,10 +71,8 @@ def taken(line, model, batch, size, goal):
     return what, outcome(model, batch, size, goal)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [name if name == "maps" else pytest.param(name, marks=pytest.mark.nightly) for name in CASES],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", CASES)
 def test_advice_that_is_taken_ends_the_refusal(name):
     *case, expected = CASES[name]
     refusal = outcome(*case)

@@ -1,6 +1,7 @@
 """From a budget of bytes to a plan: monotone, and true to its promise."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -15,7 +16,7 @@ from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
 from memtrain.config.sources import ActivationRule, Activations, Config, Optim
 from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search
-from memtrain.planner.knapsack import evaluate, solve
+from memtrain.planner.knapsack import Sums, solve
 from memtrain.planner.optimizer_states import gather_states
 from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search import CandidatePlan, best_candidates, config_of, first_that_fits
@@ -71,7 +72,7 @@ def test_a_plan_is_found_although_the_smallest_by_its_bytes_has_larger_temporari
 def proxy(monkeypatch, gathered):
     """Peaks from the plan's own bytes, and traces that are made once: both take seconds."""
 
-    def gather_once(model, optimizer, config, batch, goal, told):
+    def gather_once(model, optimizer, config, batch, goal, progress):
         key = (str(config), "quantise" in goal.names, "recompute" in goal.names, goal.rates)
         if key not in gathered:
             gathered[key] = gather(model, optimizer, config, batch, goal)
@@ -135,7 +136,7 @@ def test_only_what_is_allowed_is_done(proxy):
     found = fit(model, optimizer, X, "3.6MB", goal=goal)
     assert found.chosen["recompute"] >= 1
     assert set(found.chosen) <= {"recompute", "keep"}
-    assert found.states.keys() <= {"torch"}
+    assert found.states == "torch"
     assert found.error == 0
     assert found.plan.config.activations.recompute[0].startswith("h.")
     goal = Goal(allow=("quantise",))
@@ -155,7 +156,7 @@ def test_less_error_allowed_is_less_error_made(proxy):
     assert strict.seconds >= free.seconds
     none = fit(model, optimizer, X, "3.6MB", goal=Goal(max_error=0))
     assert none.error == 0
-    assert none.states.keys() == {"torch"}
+    assert none.states == "torch"
 
 
 @pytest.mark.nightly
@@ -190,8 +191,10 @@ def test_what_does_not_fit_says_why_and_what_would_help(proxy):
     assert "allow=quantise,recompute,release,weights (lets each gradient go" in text
     assert fit(model, optimizer, X, caught.value.smallest.nbytes).peak == caught.value.smallest
     assert caught.value.smallest.nbytes > 400_000
-    with pytest.raises(DoesNotFit, match=r"a batch of \d+ in place of 512"):
+    with pytest.raises(DoesNotFit, match=r"a batch of \d+ in place of 512") as caught:
         fit(model, optimizer, X, "1.1MB")
+    size = int(re.search(r"a batch of (\d+)", str(caught.value))[1])
+    assert fit(model, optimizer, X[:size], "1.1MB").peak.nbytes <= 1_100_000
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -237,54 +240,14 @@ def test_of_equal_plans_the_one_with_truer_weights_comes_first():
 
 
 def test_the_promise_is_kept_by_a_real_step():
-    model, optimizer = make()
+    model, optimizer = make(1)
     plain = measure(model, optimizer, X).peak.nbytes
-    size = int(0.55 * plain)
+    size = int(0.75 * plain)
     found = fit(model, optimizer, X, size)
     assert found.peak.nbytes <= size
-    model, optimizer = make()
+    model, optimizer = make(1)
     real = measure(model, optimizer, X, found.plan).peak.nbytes
     assert real == pytest.approx(found.peak.nbytes, rel=0.03)
-
-
-class DeepBlock(nn.Module):
-    """A narrow input, from which wide tensors are computed."""
-
-    def __init__(self):
-        super().__init__()
-        sizes = [(32, 128), (128, 128), (128, 128), (128, 128)]
-        layers = [part for size in sizes for part in (nn.Linear(*size), nn.GELU())]
-        self.norm, self.inner = nn.LayerNorm(32), nn.Sequential(*layers, nn.Linear(128, 32))
-
-    def forward(self, x):
-        return x + self.inner(self.norm(x))
-
-
-@pytest.mark.nightly
-def test_blocks_run_again_and_compress_what_they_save_where_only_that_fits(monkeypatch, tmp_path):
-    def made():
-        torch.manual_seed(0)
-        model = nn.Sequential(*(DeepBlock() for _ in range(8)))
-        return model, torch.optim.SGD(model.parameters())
-
-    batch = torch.randn(2048, 32, generator=torch.Generator().manual_seed(0))
-    size = 9 * 2**20
-    found = fit(*made(), batch, size)
-    assert found.peak.nbytes <= size
-    assert found.error <= 1
-    own = found.plan.config.activations
-    assert own.recompute_saves == "rules"
-    count = len(own.recompute)
-    assert f"{count} blocks recomputed, what they then save held by balanced's rules" in " ".join(
-        str(found).split()
-    )
-    found.plan.save(tmp_path / "plan.yaml")
-    real = measure(*made(), batch, tmp_path / "plan.yaml").peak.nbytes
-    assert abs(real - found.peak.nbytes) < max(0.03 * real, 2 * 2**20)
-    assert real == pytest.approx(found.peak.nbytes, rel=0.03)
-    monkeypatch.setattr(search, "_saves", lambda config, goal: ["keep"])
-    with pytest.raises(DoesNotFit):
-        fit(*made(), batch, size)
 
 
 @pytest.mark.parametrize(
@@ -310,7 +273,7 @@ def test_a_candidate_becomes_the_config_that_it_says(space):
     names = [item.name for item in space.items]
     assert "h.0.act / gelu / input" in names
     last = [tuple(len(item.options) - 1 for item in segment.items) for segment in space.segments]
-    solution = evaluate(space.segments, last)._replace(choices=(last[0], None, *last[2:]))
+    solution = Sums(space.segments).evaluate(last)._replace(choices=(last[0], None, *last[2:]))
     states = gather_states(*make(), Config(), STATES, Goal())[-1]
     plan = replace(space.plan, config=replace(space.plan.config, seed=4))
     own = replace(space, plan=plan)

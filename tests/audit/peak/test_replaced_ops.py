@@ -51,6 +51,7 @@ class RootMeanSquares(nn.Module):
         return self.weight * x.to(hidden_states.dtype)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", CLAMPS)
 def test_functions_with_bounds_are_predicted(name, dtype):
