@@ -1,4 +1,4 @@
-"""Saved activations in few bits: each op against torch's own, over sizes; a whole training step.
+"""Saved activations in few bits: each op against torch's own, over sizes.
 
 `--set powers=10,14,28` chooses the sizes (powers of 2), `--set ops=gelu:3,relu,group:4` the ops and
 the bits of those that have a choice.
@@ -10,9 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-import memtrain
 from benchmarks.harness import Benchmark, Job, Options, Trial, require, timed
 from memtrain.activations.ops.dropout import dropout
 from memtrain.activations.ops.fewbit import fewbit
@@ -48,17 +47,12 @@ def settings(options: Options) -> dict[str, list[str]]:
     return {key: value.split(",") if value else [] for key, value in chosen.items()}
 
 
-def jobs(options: Options) -> list[Job]:
-    ops = settings(options)["ops"]
-    return [*_ops(options), *([step(options)] if not ops or "step" in ops else [])]
-
-
 def _wanted(options: Options, op: str, bits: int) -> bool:
     ops = settings(options)["ops"]
     return not ops or op in ops or f"{op}:{bits}" in ops
 
 
-def _ops(options: Options) -> Iterator[Job]:
+def jobs(options: Options) -> Iterator[Job]:
     wanted = partial(_wanted, options)
     for dtype in DTYPES:
         for n in sizes(options):
@@ -217,63 +211,10 @@ def _one_way(compressor: Compressor, direction: str, x: Tensor) -> Trial:
     )
 
 
-def step(options: Options) -> Job:
-    """A training step of GPT-2-small (tiny if quick), wrapped with `balanced` beside plain."""
-    cuda = options.device.startswith("cuda")
-    batch, sequence = (2, 32) if options.quick else (8, 512) if cuda else (2, 256)
-    dtype = torch.bfloat16 if cuda else torch.float32  # autocast on a GPU
-    labels = _labels("gpt2 step", "plain", "balanced", (batch, sequence), dtype)
-
-    def build() -> Trial:
-        from transformers import GPT2Config, GPT2LMHeadModel
-
-        tiny = {"n_layer": 2, "n_embd": 64, "n_head": 2, "vocab_size": 512} if options.quick else {}
-        still = {"resid_pdrop": 0, "embd_pdrop": 0, "attn_pdrop": 0, "use_cache": False}
-        config = GPT2Config(**still, **tiny)
-        x = torch.randint(0, config.vocab_size, (batch, sequence), device=options.device)
-
-        def make(preset: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-            torch.manual_seed(0)
-            model: nn.Module = GPT2LMHeadModel(config).to(options.device)
-            optimizer: Any = torch.optim.AdamW(model.parameters(), fused=True)
-            if preset:
-                model, optimizer = memtrain.wrap(model, optimizer, preset)
-
-            def loss() -> Tensor:
-                with torch.autocast(x.device.type, dtype, enabled=cuda):
-                    return model(x, labels=x).loss
-
-            def train() -> Tensor:
-                value = loss()
-                value.backward()
-                optimizer.step()
-                optimizer.zero_grad()
-                return value
-
-            return loss, train
-
-        loss, ours = make("balanced")
-        plain_loss, theirs = make("")
-
-        def gate() -> None:
-            # Dropout is off and the forward is exact: only sums may be taken in another order.
-            value, plain = loss().detach(), plain_loss().detach()
-            near = torch.allclose(value, plain, rtol=1e-2 if cuda else 1e-5)
-            require(near, f"the loss is {float(value):.6g}, plain {float(plain):.6g}")
-
-        saved = {
-            "saved_bytes": saved_nbytes(loss)[0],
-            "plain_saved_bytes": saved_nbytes(plain_loss)[0],
-        }
-        return Trial(ours, theirs, gate, x.numel(), labels=saved)
-
-    return timed(_title(labels), labels, build, options)
-
-
 BENCHMARK = Benchmark(
     "activations",
     "saved activations in few bits: each op against torch's own, by size",
-    jobs,
+    lambda options: list(jobs(options)),
     ("op", "bits", "dtype", "elements", "ours_ms_p50", "theirs_ms_p50", "ratio_p50",
      "ns_per_element", "percent_of_copy", "saved_bytes", "ours_peak_bytes"),
 )  # fmt: skip

@@ -175,8 +175,7 @@ def bandwidth(scale: Scale) -> Iterator[Case]:
         scale.device, quick=scale.tiny, rounds=2 if scale.tiny else 5, overrides=sizes
     )
     for job in activations.jobs(options):
-        if not job.title.startswith("gpt2"):
-            yield {"kernel": job.title}, lambda job=job: dict(job.run()[0])
+        yield {"kernel": job.title}, lambda job=job: dict(job.run()[0])
     x = torch.randn(1 << (10 if scale.tiny else 26), device=scale.device)
     for name in ("fp8_forward", "e4m3fn", "bf16"):
         yield {"rounding": name}, partial(clocks, partial(FORMATS[name].round_count, x), scale)

@@ -1,9 +1,4 @@
-"""Small models that others wrote, or that are built of torch.nn: for peaks of any model.
-
-Twelve in which predicted peaks were once wrong, and twelve more from timm, torchvision,
-transformers and torch.nn. Nothing is downloaded; timm and torchvision are imported where a model
-asks for them.
-"""
+"""Small models of transformers and torch.nn: for peaks of any model. Nothing is downloaded."""
 
 from collections.abc import Callable
 from itertools import pairwise
@@ -193,56 +188,12 @@ def _unet() -> Other:
     return Other(DiffusionUNet(), batch, lambda found: F.mse_loss(found.float(), noise))
 
 
-def _timm(name: str, size: int = 64, **options: Any) -> Other:
-    _torchvision_ops()
-    import timm  # pyright: ignore[reportMissingImports]
-
-    model = timm.create_model(name, num_classes=10, **options)
-    return Other(model.train(), torch.randn(8, 3, size, size), _classes())
-
-
-def _mixer() -> Other:
-    _torchvision_ops()
-    from timm.models.mlp_mixer import MlpMixer  # pyright: ignore[reportMissingImports]
-
-    model = MlpMixer(num_classes=10, img_size=64, patch_size=8, num_blocks=4, embed_dim=128)
-    return Other(model.train(), torch.randn(8, 3, 64, 64), _classes())
-
-
-def _torchvision(name: str, *shape: int, pick: str = "", **options: Any) -> Other:
-    _torchvision_ops()
-    import torchvision  # pyright: ignore[reportMissingImports]
-
-    model = torchvision.models.get_model(name, weights=None, **options).train()
-    loss = _classes(shape[0])
-    if pick:
-        return Other(model, torch.randn(shape), lambda found: found[pick].square().mean())
-    return Other(model, torch.randn(shape), loss)
-
-
-def _torchvision_ops() -> None:
-    """Declare the two operators without which torchvision's import fails where it has no CPU build.
-
-    Nothing here calls them.
-    """
-    if not hasattr(torch.ops.torchvision, "nms"):
-        library = torch.library.Library("torchvision", "FRAGMENT")
-        library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        library.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
-        _KEPT.append(library)
-
-
-_KEPT: list[Any] = []
-
-
 def _hf(kind: str, config: str, batch: Callable[[], dict[str, Tensor]], **options: Any) -> Other:
-    _torchvision_ops()
     case = hf(kind, config, batch, **options)
     return Other(case.model, case.batch)
 
 
 def _clip() -> Other:
-    _torchvision_ops()
     import transformers
 
     sizes = {
@@ -271,15 +222,10 @@ def _segformer() -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(8, 3, 64, 64), "labels": torch.randint(0, 10, (8, 64, 64))}
 
 
-KNOWN: dict[str, Callable[[], Other]] = {
+MODELS: dict[str, Callable[[], Other]] = {
     "lstm": lambda: _recurrent(nn.LSTM),
     "pointnet": lambda: Other(PointNet(), torch.randn(8, 3, 1024), _classes()),
     "frozen_backbone": lambda: Other(Frozen(), torch.randn(8, 3, 128, 128), _classes()),
-    "convnextv2": lambda: _timm("convnextv2_atto", depths=(1, 1, 2, 1)),
-    "regnet": lambda: _timm("regnety_002"),
-    "efficientnet": lambda: _timm("efficientnet_b0"),
-    "maxvit": lambda: _timm("maxvit_pico_rw_256", 128, img_size=128),
-    "mlp_mixer": lambda: _mixer(),
     "nn_transformer": _translator,
     "clip": _clip,
     "diffusion_unet": _unet,
@@ -287,23 +233,10 @@ KNOWN: dict[str, Callable[[], Other]] = {
         "CausalLM", "MambaConfig", text, vocab_size=512, hidden_size=128, num_hidden_layers=2,
         state_size=8,
     ),
-}  # fmt: skip
-"""Those in which peaks were once predicted too low, or too high."""
-
-MORE: dict[str, Callable[[], Other]] = {
     "gru": lambda: _recurrent(nn.GRU),
     "nn_encoder": _encoder,
     "autoencoder": lambda: Other(
         autoencoder(), torch.randn(8, 3, 64, 64), lambda y: y.square().mean()
-    ),
-    "densenet": lambda: _timm("densenet121", 64, growth_rate=16, block_config=(3, 3, 3)),
-    "poolformer": lambda: _timm("poolformer_s12", 64),
-    "mobilenet_v3": lambda: _timm("mobilenetv3_small_100", 128),
-    "video_resnet": lambda: _torchvision("r3d_18", 2, 3, 8, 32, 32, num_classes=10),
-    "mnasnet": lambda: _torchvision("mnasnet0_5", 8, 3, 96, 96, num_classes=10),
-    "deeplab": lambda: _torchvision(
-        "deeplabv3_mobilenet_v3_large", 4, 3, 96, 96, pick="out", num_classes=10,
-        weights_backbone=None,
     ),
     "convbert": lambda: _hf(
         "MaskedLM", "ConvBertConfig", text, **decoder(
@@ -322,14 +255,4 @@ MORE: dict[str, Callable[[], Other]] = {
         num_labels=10,
     ),
 }  # fmt: skip
-"""Chosen afterwards."""
-
-MODELS = {**KNOWN, **MORE}
-NEEDS = {
-    **dict.fromkeys(
-        ("convnextv2", "regnet", "efficientnet", "maxvit", "mlp_mixer", "densenet", "poolformer",
-         "mobilenet_v3"), "timm",
-    ),
-    **dict.fromkeys(("video_resnet", "mnasnet", "deeplab"), "torchvision"),
-}  # fmt: skip
-"""Name of a model -> the package besides transformers that it comes from."""
+"""Name -> makes a model, its batch and its loss."""

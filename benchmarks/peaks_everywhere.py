@@ -2,12 +2,11 @@
 
     python -m benchmarks.tracker -m benchmarks run peaks_everywhere [--set models=lstm]
 
-Small models of timm, torchvision, transformers and torch.nn, and twenty that are written from their
-papers, take AdamW steps on one CPU thread, plain and under five presets. A row says what
-`audit.peak` predicts without running the model, and what was allocated at most in the third real
-step: every block of a KiB or more that the process asked of malloc (`benchmarks.tracker`), kernels'
-own temporaries and libraries' workspaces among them. Smaller blocks are reported apart: they are
-the objects of Python and of autograd's graph.
+Small models of transformers and torch.nn take AdamW steps on one CPU thread, plain and under five
+presets. A row says what `audit.peak` predicts without running the model, and what was allocated at
+most in the third real step: every block of a KiB or more that the process asked of malloc
+(`benchmarks.tracker`), kernels' own temporaries and libraries' workspaces among them. Smaller
+blocks are reported separately: they are the objects of Python and of autograd's graph.
 """
 
 import gc
@@ -26,7 +25,6 @@ from benchmarks.families import FAMILIES, Case
 from benchmarks.harness import Benchmark, Job, Options, Row
 from benchmarks.other_models import MODELS as OTHERS
 from benchmarks.other_models import Other
-from benchmarks.paper_models import PAPERS
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import state_tensors, weight_tensors
 from memtrain.audit.peak import StepOptions
@@ -50,7 +48,6 @@ def _family(make: Callable[[], Case]) -> Other:
 
 MODELS: dict[str, Callable[[], Other]] = {
     **OTHERS,
-    **PAPERS,
     **{name: partial(_family, make) for name, make in FAMILIES.items()},
 }
 """Name -> makes a model, its batch and its loss."""
@@ -106,14 +103,10 @@ def _jobs(options: Options) -> list[Job]:
         chosen = {"models": "pointnet", "presets": "balanced"}
     chosen = options.settings(**chosen)
     return [
-        Job(f"{name}, {preset}", partial(_rows, name, preset))
+        Job(f"{name}, {preset}", lambda one=name, under=preset: [compare(one, under)])
         for name in chosen["models"].split(",")
         for preset in chosen["presets"].split(",")
     ]
-
-
-def _rows(name: str, preset: str) -> list[Row]:
-    return [compare(name, preset)]
 
 
 BENCHMARK = Benchmark(

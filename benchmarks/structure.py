@@ -28,7 +28,7 @@ LONGEST = 450
 LIMITS = {
     "lines of the package": 48_400,
     "lines of the tests": 43_500,
-    "lines of experiments and benchmarks": 5_190,
+    "lines of experiments and benchmarks": 4_500,
     "classes": 229,
     f"files above {LONGEST} lines": 18,
     "private words in the package": 30,

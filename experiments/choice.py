@@ -11,9 +11,7 @@ Other keys: `output=FILE` (outputs/choice.csv), `lr=RATE` and `steps=N` in place
 (`steps=N,M`: runs of both), and `baseline=VARIANT` for the table's differences (plain).
 
 `checkpointing` is torch's around each repeated block; on a task without such blocks it equals
-`plain`. `adam8bit` and `adam4bit` need bitsandbytes and torchao. `fewbitN` and `actnnN` store N
-bits in nonlinearities alone: a code of the derivative, or of the input in groups of 256.
-`patch_*` and `group*` store what convolutions and max-pools read in 4 bits a value.
+`plain`. `adam8bit` and `adam4bit` need bitsandbytes and torchao.
 """
 
 import statistics
@@ -57,20 +55,6 @@ class Variant(NamedTuple):
     make: Callable[..., Optimizer] = AdamW
 
 
-def _nonlinear(preset: str, name: str, bits: int) -> Variant:
-    """A preset whose first rule, the nonlinearities', has that compressor; nothing is derived."""
-    first = f"activations.rules.0.compressor={{name:{name},bits:{bits}}}"
-    return Variant([f"preset={preset}", first, "activations.derive_outputs=false"])
-
-
-def _maps(name: str, **options: Any) -> Variant:
-    """Compress the inputs of convolutions and max-pools, and the signs of ReLUs."""
-    where = {"op": "conv2d|max_pool2d", "tensor": "input"}
-    signs = {"op": "@piecewise", "compressor": {"name": "derivative", "bits": 1}}
-    rules = [{**where, "compressor": {"name": name, **options}}, signs]
-    return Variant({"preset": "exact", "activations": {"rules": rules}})
-
-
 PRESETS = {
     "plain": Variant(),
     "checkpointing": Variant(checkpointing=True),
@@ -91,20 +75,11 @@ PRESETS = {
 """Trained by a call without `variants=`."""
 VARIANTS = {
     **PRESETS,
-    **{f"fewbit{bits}": _nonlinear("fewbit3", "derivative", bits) for bits in (1, 2, 3, 4)},
-    **{f"actnn{bits}": _nonlinear("fewbit3", "group", bits) for bits in (1, 2, 3, 4)},
-    "actnn4_fewbit2": _nonlinear("actnn_fewbit", "derivative", 2),
-    "actnn4_actnn2": _nonlinear("actnn_fewbit", "group", 2),
     "actnn_l2": Variant("actnn_l2"),
     "actnn_l3": Variant("actnn_l3"),
     "actnn_l3_uniform": Variant(["preset=actnn_l3", "activations.adapt_interval=1000000"]),
     "gact4": Variant("gact4"),
     "gact2": Variant(["preset=gact4", "activations.average_bits=2"]),
-    "patch_nearest": _maps("patch", rounding="nearest"),
-    "patch_stochastic": _maps("patch", rounding="stochastic"),
-    "group16_2bit": _maps("group", bits=2, group_size=16),
-    "group32_3bit": _maps("group", bits=3, group_size=32),
-    "group256_4bit": _maps("group", bits=4, group_size=256),
 }
 """Name -> variant."""
 KEY = ("task", "variant", "seed", "lr", "steps")

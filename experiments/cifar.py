@@ -1,4 +1,4 @@
-"""SqueezeNet, ShuffleNet-v2, MobileNet-v2 and ResNet-18 for small images, at any width."""
+"""ShuffleNet-v2 and ResNet-18 for small images, at any width."""
 
 from collections.abc import Callable
 
@@ -7,47 +7,20 @@ from torch import Tensor, nn
 
 from memtrain.training.settings import in_range
 
-# MobileNet-v2's stages: expansion, channels, blocks, stride (the first two keep small images big)
-_MOBILE = (
-    (1, 16, 1, 1), (6, 24, 2, 1), (6, 32, 3, 2), (6, 64, 4, 2),
-    (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
-)  # fmt: skip
 _SHUFFLE = ((116, 4), (232, 8), (464, 4))  # channels and units of a stage
 _RESNET = ((64, 1), (128, 2), (256, 2), (512, 2))  # channels and stride of a stage of two blocks
-# SqueezeNet's fire modules by stage: squeezed channels, expanded channels of each kind
-_FIRE = (
-    ((16, 64), (16, 64), (32, 128)),
-    ((32, 128), (48, 192), (48, 192), (64, 256)),
-    ((64, 256),),
-)
 
 
 class Residual(nn.Module):
-    """x + f(x), or the two joined otherwise; ReLU after it where asked."""
+    """relu(x + f(x)), or with a shortcut in place of x."""
 
-    def __init__(self, branch: nn.Module, shortcut: nn.Module | None, *, relu: bool) -> None:
+    def __init__(self, branch: nn.Module, shortcut: nn.Module | None) -> None:
         super().__init__()
-        self.branch, self.shortcut = branch, shortcut
-        self.relu = nn.ReLU() if relu else None
+        self.branch, self.shortcut, self.relu = branch, shortcut, nn.ReLU()
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, channels, height, width] to the branch's shape."""
-        y = self.branch(x) + (x if self.shortcut is None else self.shortcut(x))
-        return y if self.relu is None else self.relu(y)
-
-
-class Fire(nn.Module):
-    """SqueezeNet's module: squeeze to few channels, expand by 1x1 and 3x3, side by side."""
-
-    def __init__(self, inputs: int, squeezed: int, expanded: int) -> None:
-        super().__init__()
-        self.squeeze = _unit(inputs, squeezed, 1)
-        self.one, self.three = _unit(squeezed, expanded, 1), _unit(squeezed, expanded, 3)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """[batch, inputs, height, width] to [batch, 2 expanded, height, width]."""
-        x = self.squeeze(x)
-        return torch.cat([self.one(x), self.three(x)], dim=1)
+        return self.relu(self.branch(x) + (x if self.shortcut is None else self.shortcut(x)))
 
 
 class Shuffle(nn.Module):
@@ -94,18 +67,6 @@ def _head(features: nn.Module, inputs: int, classes: int) -> nn.Sequential:
     return nn.Sequential(features, pooled, nn.Linear(inputs, classes))
 
 
-def _squeezenet(width: float, image_channels: int, classes: int) -> nn.Module:
-    inputs = _scaled(96, width)
-    features: list[nn.Module] = [_unit(image_channels, inputs, 3)]
-    for stage in _FIRE:
-        features.append(nn.MaxPool2d(2, ceil_mode=True))
-        for squeezed, expanded in stage:
-            outputs = _scaled(expanded, width)
-            features.append(Fire(inputs, _scaled(squeezed, width), outputs))
-            inputs = 2 * outputs
-    return _head(nn.Sequential(*features), inputs, classes)
-
-
 def _shufflenet(width: float, image_channels: int, classes: int) -> nn.Module:
     inputs = _scaled(24, width)
     features: list[nn.Module] = [_unit(image_channels, inputs, 3)]
@@ -119,31 +80,6 @@ def _shufflenet(width: float, image_channels: int, classes: int) -> nn.Module:
     return _head(nn.Sequential(*features), last, classes)
 
 
-def _mobilenet(width: float, image_channels: int, classes: int) -> nn.Module:
-    inputs = _scaled(32, width)
-    features: list[nn.Module] = [_unit(image_channels, inputs, 3)]
-    for expansion, channels, blocks, stride in _MOBILE:
-        outputs = _scaled(channels, width)
-        for index in range(blocks):
-            step = stride if index == 0 else 1
-            features.append(_inverted(inputs, outputs, expansion, step))
-            inputs = outputs
-    last = _scaled(1280, width)
-    features.append(_unit(inputs, last, 1))
-    return _head(nn.Sequential(*features), last, classes)
-
-
-def _inverted(inputs: int, outputs: int, expansion: int, stride: int) -> nn.Module:
-    hidden = inputs * expansion
-    branch = nn.Sequential(
-        _unit(inputs, hidden, 1),
-        _unit(hidden, hidden, 3, stride, groups=hidden),
-        *_norm(hidden, outputs, 1),
-    )
-    same = stride == 1 and inputs == outputs
-    return Residual(branch, None, relu=False) if same else branch
-
-
 def _resnet(width: float, image_channels: int, classes: int) -> nn.Module:
     inputs = _scaled(64, width)
     features: list[nn.Module] = [_unit(image_channels, inputs, 3)]
@@ -153,7 +89,7 @@ def _resnet(width: float, image_channels: int, classes: int) -> nn.Module:
             branch = nn.Sequential(_unit(inputs, outputs, 3, step), *_norm(outputs, outputs, 3))
             same = step == 1 and inputs == outputs
             shortcut = None if same else nn.Sequential(*_norm(inputs, outputs, 1, step))
-            features.append(Residual(branch, shortcut, relu=True))
+            features.append(Residual(branch, shortcut))
             inputs = outputs
     return _head(nn.Sequential(*features), inputs, classes)
 
@@ -164,9 +100,7 @@ def _scaled(channels: int, width: float) -> int:
 
 
 FAMILIES: dict[str, Callable[[float, int, int], nn.Module]] = {
-    "squeezenet": _squeezenet,
     "shufflenet_v2": _shufflenet,
-    "mobilenet_v2": _mobilenet,
     "resnet18": _resnet,
 }
 
@@ -174,10 +108,10 @@ FAMILIES: dict[str, Callable[[float, int, int], nn.Module]] = {
 def cifar(
     *, family: str = "resnet18", width: float = 1.0, channels: int = 1, classes: int = 10
 ) -> nn.Module:
-    """One of the four convolutional families of the precision paper, for images of 8 x 8 and up.
+    """One of two convolutional families of the precision paper, for images of 8 x 8 and up.
 
     Args:
-        family: `squeezenet`, `shufflenet_v2`, `mobilenet_v2` or `resnet18`.
+        family: `shufflenet_v2` or `resnet18`.
         width: Multiplies the channels of every stage.
         channels: Of the images.
         classes: Outputs.
@@ -189,14 +123,13 @@ def cifar(
         ValueError: For a value out of range.
 
     Example:
-        >>> model = cifar(family="squeezenet", width=0.25, channels=3)
+        >>> model = cifar(family="resnet18", width=0.25, channels=3)
         >>> model(torch.zeros(2, 3, 32, 32)).shape
         torch.Size([2, 10])
 
     Reference:
-        Iandola et al. 2016 (arXiv:1602.07360), Ma et al. 2018 (arXiv:1807.11164), Sandler et al.
-        2018 (arXiv:1801.04381), He et al. 2016 (arXiv:1512.03385); the width multiplier is that of
-        Howard et al. 2017 (arXiv:1704.04861).
+        Ma et al. 2018 (arXiv:1807.11164), He et al. 2016 (arXiv:1512.03385); the width multiplier
+        is that of Howard et al. 2017 (arXiv:1704.04861).
     """
     if family not in FAMILIES:
         raise ValueError(f"model.family={family!r}; allowed: {', '.join(FAMILIES)}")

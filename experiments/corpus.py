@@ -22,7 +22,6 @@ class Text:
         parts: `train` and `validation`: uint8, [bytes].
         sequence: Tokens per sequence.
         seed: Seeds the positions.
-
     """
 
     def __init__(self, parts: Mapping[str, Tensor], sequence: int, seed: int) -> None:
@@ -50,7 +49,6 @@ def stdlib(seed: int, *, sequence: int = 128, validation: float = 0.1) -> Text:
 
     Returns:
         The text.
-
     """
     files = stdlib_files(Path(sysconfig.get_path("stdlib")))
     train, held_out = split_files(files, validation, seed)

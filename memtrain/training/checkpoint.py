@@ -20,10 +20,6 @@ NAME = "checkpoint.pt"
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint beside `path`, then move it there: an older file survives any failure.
 
-    Args:
-        path: The checkpoint's file.
-        content: Dicts, lists, tensors, numbers and strings.
-
     Raises:
         OSError: If the file cannot be written; names the path, and has the `errno` of the cause.
     """
@@ -41,11 +37,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
-    """Fill a folder beside `path`, then move it there.
-
-    Args:
-        path: The folder; an existing one is replaced.
-        fill: Writes into the folder that it receives.
+    """Let `fill` write a folder beside `path`, then move it there; an existing one is replaced.
 
     Raises:
         OSError: If it cannot be written; names the path. Nothing is left behind.
@@ -77,14 +69,9 @@ def _os_error(what: str, error: Exception) -> OSError:
 
 
 def read_checkpoint(where: str | Path) -> dict[str, Any]:
-    """Load a checkpoint without running any code in it.
+    """Load a checkpoint, of an output folder or a file, without running any code in it.
 
-    Args:
-        where: An output folder, or the file in it.
-
-    Returns:
-        The content, on the CPU. The model's tensors are mapped from the file; the others are
-        copies.
+    The model's tensors are mapped from the file; the others are copies on the CPU.
 
     Raises:
         FileNotFoundError: If there is none.

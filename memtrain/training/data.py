@@ -20,15 +20,7 @@ the config's other keys."""
 def build_source(
     spec: Mapping[str, Any], seed: int, model: Mapping[str, Any] | None = None
 ) -> Rows:
-    """Build data from its config.
-
-    Args:
-        spec: `{"name": "text", "path": ..., "sequence": 128}`; missing fields take their defaults.
-        seed: Seeds the split and the order.
-        model: The model's config, for its tokenizer.
-
-    Returns:
-        The source of batches.
+    """Build the source of batches from `data`'s config and, for its tokenizer, the model's.
 
     Raises:
         ValueError: For an unknown name or field (with the nearest valid one), or a bad value.

@@ -11,13 +11,7 @@ _PERIOD = 10.0  # seconds between lines
 
 
 class Display:
-    """Prints the steps of one run after another.
-
-    Args:
-        console: The output.
-        unit: `"tokens"` or `"rows"`.
-        quiet: Whether to print nothing.
-    """
+    """Prints the steps of one run after another; `unit` is `"tokens"` or `"rows"`."""
 
     def __init__(self, console: Console, unit: str, *, quiet: bool = False) -> None:
         self.console, self.unit, self.quiet = console, unit, quiet
@@ -29,13 +23,7 @@ class Display:
         self._speed = None
 
     def step(self, row: Metrics, steps: int, live: int) -> None:
-        """Print a step, unless a line was printed just before.
-
-        Args:
-            row: The step's metrics.
-            steps: Steps of the whole run.
-            live: Bytes that the run keeps alive, as last counted.
-        """
+        """Print a step and the bytes that it keeps alive, unless a line was printed just before."""
         if row.seconds:
             now = row.tokens / row.seconds
             self._speed = now if self._speed is None else 0.9 * self._speed + 0.1 * now

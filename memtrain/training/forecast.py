@@ -34,15 +34,7 @@ def accumulated_bytes(model: nn.Module, config: Config) -> int:
 def fit_budget(
     model: nn.Module, optimizer: Optimizer, inputs: Any, config: Config, goal: Goal, budget: int
 ) -> Fit:
-    """Find the plan whose peak fits a budget.
-
-    Args:
-        model: The model before `wrap`.
-        optimizer: Its optimizer.
-        inputs: The model's arguments for the longest microbatch.
-        config: memtrain's config.
-        goal: What the planner may do.
-        budget: Bytes.
+    """Find the plan whose peak, on the longest microbatch, fits a budget in bytes.
 
     Raises:
         DoesNotFit: If there is none, with advice in keys of `memtrain-train`.
@@ -65,14 +57,7 @@ def predicted_peak(
     config: Config | None,
     options: StepOptions,
 ) -> Moment:
-    """Predict the moment of a step when most bytes are alive.
-
-    Args:
-        model: The model before `wrap`.
-        optimizer: Its optimizer.
-        inputs: The model's arguments for the longest microbatch.
-        config: memtrain's config; None for the baseline.
-        options: How the step runs.
+    """Predict the moment when most bytes are alive, with a config or (None) without memtrain.
 
     Raises:
         UnpredictableError: If the peak cannot be predicted; the message says why.
@@ -144,14 +129,7 @@ def describe_peak(run: "Run") -> list[str]:
 
 
 def available_bytes(device: torch.device, used: int = 0) -> int | None:
-    """Return the bytes that a run may use on a device.
-
-    Args:
-        device: The device of the run.
-        used: Bytes that the run uses already.
-
-    Returns:
-        Bytes; None where the system does not report them.
+    """Return the bytes that a run that uses `used` may use; None where the system reports none.
 
     Example:
         >>> available_bytes(torch.device("cpu")) != 0

@@ -156,14 +156,7 @@ MODELS: dict[str, Callable[..., nn.Module | Pretrained]] = {
 
 
 def build_model(spec: Mapping[str, Any], seed: int) -> nn.Module:
-    """Build a model from its config with seeded weights.
-
-    Args:
-        spec: `{"name": "gpt", "layers": 4, ...}`; missing keys take their defaults.
-        seed: Seeds torch's global generator; equal seeds give equal weights.
-
-    Returns:
-        The model on the CPU; fp32 unless `dtype` says otherwise.
+    """Build a model on the CPU from its config; `seed` seeds torch's global generator.
 
     Raises:
         ValueError: For an unknown name or key (with the nearest valid one), or a bad value.

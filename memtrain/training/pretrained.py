@@ -96,9 +96,6 @@ class Pretrained:
     def tokenizer(self, where: str | None = None) -> Any:
         """Load a tokenizer, by default the one beside the model, and check its vocabulary.
 
-        Args:
-            where: Another folder.
-
         Raises:
             FileNotFoundError: If there is none.
             ValueError: If it cannot be read, or has more tokens than the model.
@@ -173,17 +170,7 @@ class Pretrained:
 
 
 def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: Any = None) -> None:
-    """Write a model as its library reads it: by `save_pretrained`, else a state dict `model.pt`.
-
-    Args:
-        model: A model of transformers or of peft (its adapter is written), or another.
-        folder: An empty folder.
-        weights: The model's `state_dict`.
-        tokenizer: Written beside the model.
-
-    Raises:
-        OSError: If the disk is full.
-    """
+    """Write a model as its library reads it: by `save_pretrained`, else a state dict `model.pt`."""
     if hasattr(model, "save_pretrained"):
         pretrained: Any = model
         # safetensors copies the tensors of a whole file before it writes the first of them

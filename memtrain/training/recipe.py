@@ -11,13 +11,6 @@ from memtrain.training.settings import OptimizerConfig
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
     """Build AdamW or SGD with momentum; biases and norms get no weight decay.
 
-    Args:
-        config: The optimizer's name and hyperparameters.
-        model: The model to optimise.
-
-    Returns:
-        A plain torch optimizer.
-
     Example:
         >>> build_optimizer(OptimizerConfig(name="sgd"), nn.Linear(2, 2)).defaults["momentum"]
         0.9
@@ -35,17 +28,7 @@ def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Op
 
 
 def learning_rate(step: int, *, peak: float, warmup: int, steps: int, final: float) -> float:
-    """Return the learning rate: a linear warm-up, then a cosine down to a fraction of the peak.
-
-    Args:
-        step: The step, from 0.
-        peak: The rate at the last step of the warm-up.
-        warmup: Steps of the warm-up.
-        steps: Steps of the whole run.
-        final: The rate after the last step, as a fraction of the peak.
-
-    Returns:
-        The rate for this step.
+    """Return the rate: a linear warm-up, then a cosine down to the fraction `final` of the peak.
 
     Example:
         >>> [learning_rate(s, peak=1.0, warmup=2, steps=4, final=0.0) for s in range(5)]

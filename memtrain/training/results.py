@@ -23,14 +23,7 @@ _CATEGORIES = (
 
 
 def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Callable[[Metrics], None]:
-    """Start metrics.csv.
-
-    Args:
-        path: A file that does not exist yet.
-        rows: Rows to begin with (of a resumed run).
-
-    Returns:
-        A function that appends a row, which is on disk at once; None is left empty.
+    """Start metrics.csv with rows of a resumed run; return a function that appends one at once.
 
     Raises:
         FileExistsError: If the file exists.
@@ -50,25 +43,13 @@ def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Callable[[Metrics]
 
 
 def write_summary(path: Path, summaries: Mapping[str, Mapping[str, Any]], **facts: Any) -> None:
-    """Write summary.json.
-
-    Args:
-        path: The file.
-        summaries: Run name -> `Run.summary()`.
-        facts: Further top-level entries.
-    """
+    """Write summary.json: `Run.summary()` by run name, and further facts."""
     content = {**facts, "runs": summaries, "ratio": ratios(summaries)}
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def ratios(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return ratios of the wrapped run to the baseline, for everything that both have.
-
-    Args:
-        summaries: Run name -> `Run.summary()`.
-
-    Returns:
-        Bytes by category, `step_seconds`, `train_loss`, `validation_loss`; empty without both runs.
+    """Return ratios of the wrapped run's summary to the baseline's; empty without both runs.
 
     Example:
         >>> ratios({"plain": {"bytes": {"states": 8}}, "wrapped": {"bytes": {"states": 2}}})
@@ -81,15 +62,7 @@ def ratios(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
 
 
 def table(title: str, summaries: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Return the table at the end: bytes, speed and losses of each run.
-
-    Args:
-        title: Above the table.
-        summaries: Run name -> `Run.summary()`.
-
-    Returns:
-        A rich table that fits 80 columns.
-    """
+    """Return the table at the end, in 80 columns: bytes, speed and losses of each run."""
     result = Table(title=title, box=box.SIMPLE_HEAD, title_justify="left")
     result.add_column("")
     for name in (*summaries, "ratio"):
@@ -115,10 +88,6 @@ def table(title: str, summaries: Mapping[str, Mapping[str, Any]]) -> Table:
 def losses_line(name: str, summary: Mapping[str, Any]) -> str:
     """Return a line with the steps and last losses of a run.
 
-    Args:
-        name: The run's name.
-        summary: `Run.summary()`.
-
     Example:
         >>> losses_line("plain", {"steps": 8, "train_loss": 2.0, "validation_loss": None})
         'plain: 8 steps, train loss 2.0000'
@@ -129,11 +98,7 @@ def losses_line(name: str, summary: Mapping[str, Any]) -> str:
 
 
 def promise_line(nbytes: int, peak: int) -> str:
-    """Return the predicted peak beside the measured one.
-
-    Args:
-        nbytes: Bytes, predicted.
-        peak: Bytes, the highest of the metered steps; 0 if there was none.
+    """Return the predicted peak beside the measured one (0: no step was metered).
 
     Example:
         >>> promise_line(2**21, 2**20)

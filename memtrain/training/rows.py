@@ -106,17 +106,7 @@ class FunctionRows(Rows):
 
 
 def py(seed: int, model: Any, *, path: str, validation: float = 0.1) -> FunctionRows:
-    """Call a user's function for a dataset.
-
-    Args:
-        seed: Seeds the split and the order.
-        model: Not used.
-        path: `package.module:function`; it takes no argument, and returns a dataset as
-            `FunctionRows` takes it, such as a `torch.utils.data.Dataset`.
-        validation: Fraction of the rows that is held out.
-
-    Returns:
-        The rows.
+    """Call a user's function `package.module:function` for a dataset, as `FunctionRows` takes it.
 
     Raises:
         ValueError: If there is no such function, or it raises.

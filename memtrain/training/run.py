@@ -339,14 +339,9 @@ class Run:
     def _backward(
         self, batches: list[Batch], forwarded: Callable[[Tensor], None] = lambda loss: None
     ) -> list[tuple[Tensor, float]]:
-        """Do forward and backward of each microbatch.
+        """Do forward and backward of each microbatch, weighted by its share of the step's targets.
 
-        Args:
-            batches: The microbatches; each loss is weighted by its share of the step's targets.
-            forwarded: Called with each loss before its backward.
-
-        Returns:
-            Each loss and its share.
+        `forwarded` is called with each loss before its backward. Returns each loss and its share.
         """
         targets = [count_targets(batch) for batch in batches]
         losses = []

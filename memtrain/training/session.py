@@ -236,13 +236,7 @@ class Session:
 
 
 def new_folder(parent: Path) -> Path:
-    """Create a folder named by the time; an existing one is never reused.
-
-    Args:
-        parent: Created too if it does not exist.
-
-    Returns:
-        The new, empty folder.
+    """Create a folder named by the time below `parent`; an existing one is never reused.
 
     Raises:
         OSError: If it cannot be created.

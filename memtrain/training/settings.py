@@ -192,13 +192,7 @@ class TrainConfig(base.Config):
 
 
 def compose(overrides: Sequence[str]) -> DictConfig:
-    """Compose `train.yaml` with Hydra overrides.
-
-    Args:
-        overrides: Such as `["experiment=smoke", "preset=smallest", "training.steps=50"]`.
-
-    Returns:
-        The composed config.
+    """Compose `train.yaml` with Hydra overrides, such as `training.steps=50`.
 
     Raises:
         ValueError: For an unknown key or group option, with the nearest valid one.
@@ -237,13 +231,7 @@ def split_paths(overrides: Sequence[str]) -> list[str]:
 
 
 def from_mapping(cfg: DictConfig | Mapping[str, Any]) -> TrainConfig:
-    """Validate a composed (or saved) config.
-
-    Args:
-        cfg: Keys of `TrainConfig`; missing keys take their defaults.
-
-    Returns:
-        The typed config.
+    """Validate a composed (or saved) config; missing keys take their defaults.
 
     Raises:
         ValueError: For an unknown key, or a value out of range.
@@ -255,13 +243,7 @@ def from_mapping(cfg: DictConfig | Mapping[str, Any]) -> TrainConfig:
 def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
     """Convert a mapping to a dataclass; check keys and types, then run `__post_init__`.
 
-    Args:
-        schema: A dataclass.
-        cfg: Its fields.
-        path: Prefix of a key in messages, such as `"model."`.
-
-    Returns:
-        An instance of `schema`.
+    `path` is the prefix of a key in messages, such as `"model."`.
 
     Raises:
         ValueError: For a key that `schema` lacks, or a value that `__post_init__` refuses.
@@ -283,16 +265,7 @@ def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
 def build_named(
     kind: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]], *arguments: Any
 ) -> T:
-    """Call the function named by `spec["name"]` with the other keys of `spec`.
-
-    Args:
-        kind: `"model"` or `"data"`, for messages.
-        spec: `name`, and values for keyword-only arguments of what it names.
-        table: Name -> function or class; the types of its keyword-only arguments are checked.
-        arguments: Positional arguments of the function.
-
-    Returns:
-        The function's result.
+    """Call the entry of `table` named by `spec["name"]` with the other keys of `spec`, by type.
 
     Raises:
         ValueError: For a missing or unknown name, an unknown key, or a value out of range.

@@ -23,43 +23,6 @@ def test_variants_hold_what_their_names_say(monkeypatch):
     assert set(choice.VARIANTS) >= {"smallest", "checkpointed", "all_four"}
 
 
-def sites_of(task, variant):
-    model = TASKS[task].model()
-    optimizer = torch.optim.SGD(model.parameters())
-    model, _ = memtrain.wrap(model, optimizer, choice.VARIANTS[variant].config)
-    model(torch.rand(16, 1, 8, 8))
-    return memtrain.plan_of(model).entries("activation")
-
-
-def test_few_bit_variants_store_the_bits_of_their_names():
-    def stored(variant):
-        sites = sites_of("digits_gelu", variant)
-        nonlinear = sum(site.planned for site in sites if "gelu" in site.site)
-        return nonlinear, sum(site.planned for site in sites) - nonlinear
-
-    elements = 16 * (32 * 64 + 64 * 64 + 64 * 16 + 64)
-    for bits in (1, 3):
-        fewbit, exact = stored(f"fewbit{bits}")
-        group, same = stored(f"actnn{bits}")
-        assert (fewbit, group) == (elements * bits / 8, elements * (bits + 1 / 8) / 8)
-        assert exact == same
-    fewbit, rest = stored("actnn4_fewbit2")
-    group, same = stored("actnn4_actnn2")
-    assert (fewbit, group) == (elements * 2 / 8, elements * (2 + 1 / 8) / 8)
-    assert rest == same < exact / 6
-
-
-def test_patches_and_groups_store_equal_bytes():
-    def stored(variant):
-        sites = sites_of("digits", variant)
-        return sum(site.planned for site in sites if "payload" not in site.compressor)
-
-    patch, group16, group32, group256 = map(
-        stored, ("patch_nearest", "group16_2bit", "group32_3bit", "group256_4bit")
-    )
-    assert patch == group16 == group32 < group256 < 1.01 * patch
-
-
 def test_gact_measures_while_it_is_trained(monkeypatch):
     kept = []
 

@@ -96,7 +96,7 @@ def test_a_module_that_runs_again_has_numbered_names():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_the_four_convolutional_models(family):
+def test_the_convolutional_models(family):
     model = cifar(family=family, width=0.1, channels=3).eval()
     graph = graph_of(model, torch.zeros(2, 3, 32, 32))
     kinds = (nn.Conv2d, nn.Linear)

@@ -32,8 +32,6 @@ def test_peaks_of_some_models_hold():
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", models.MODELS)
 def test_peaks_of_every_model_hold_under_every_preset(name):
-    if name in models.NEEDS:
-        pytest.importorskip(models.NEEDS[name])
     found = rows([(name, preset) for preset in everywhere.PRESETS])
     assert [row for row in found if not row["refused"] and not row["holds"]] == []
     # What a preset cannot do with a model it says; plain PyTorch does anything.
