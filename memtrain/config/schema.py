@@ -62,6 +62,9 @@ class Activations:
     """Smaller tensors are kept as they are."""
     derive_outputs: bool = True
     """A norm's output that another op saves is recomputed from the payload that the norm keeps."""
+    derive_products: bool = False
+    """Recompute outputs of SiLU and GELU that have a `group` rule, products, and casts of
+    attention's output, from what these ops store."""
     backward_bytes: int | None = None
     """A convolution's backward decompresses at most so many bytes of its input at once and works
     through the batch in pieces; empty: the whole batch at once."""

@@ -98,6 +98,7 @@ class Plan:
         return Options(
             min_elements=own.min_elements,
             derive_outputs=own.derive_outputs,
+            derive_products=own.derive_products,
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
             recompute_inputs=recompute_inputs(own),

@@ -92,6 +92,27 @@ def test_merged_adapters_give_the_same_outputs_and_leave_nothing_behind(tiny):
     assert saved(merged.train(), given) == saved(tiny.llama().train(), given)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "adapters", "share", "options"),
+    [
+        (torch.float32, None, 0.12, {}),
+        (torch.bfloat16, None, 0.14, {}),
+        (torch.bfloat16, None, 0.11, {"lora_dropout": 0.1}),
+        (torch.bfloat16, None, 0.16, {"use_dora": True}),
+        (torch.bfloat16, torch.bfloat16, 0.20, {}),
+    ],
+)
+def test_shares_of_saved_bytes_are_those_of_the_page(dtype, adapters, share, options, tiny):
+    """What is in 16 bits in the baseline keeps 0.27 of its bytes in 4-bit groups."""
+    given = tiny.batch(0, 8)
+    model = adapted(tiny, tiny.llama().to(dtype), **options).to(adapters).train()
+    plain = saved(model, given)
+    model, optimizer = memtrain.wrap(model, optimizer_of(model), "lora")
+    losses = trained(model, optimizer, given, 4)
+    assert losses[-1] < losses[0]
+    assert saved(model, given) < share * plain
+
+
 def in_4_bits(model):
     import bitsandbytes as bnb
 
@@ -119,7 +140,7 @@ def test_4_bit_bases_are_trained_and_estimated(tiny):
         found[preset] = (trained(model, optimizer, given, 6), saved(model, given))
     assert found["exact"] == found[None]
     losses, nbytes = found[None]
-    for preset, share in (("balanced", 0.15), ("lora", 0.1)):
+    for preset, share in (("balanced", 0.13), ("lora", 0.12)):
         assert found[preset][1] < share * nbytes
         assert losses[0] - found[preset][0][-1] > 0.9 * (losses[0] - losses[-1])
     model = adapted(tiny, in_4_bits(tiny.llama()))

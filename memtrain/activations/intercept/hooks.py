@@ -79,7 +79,11 @@ class Interception:
         self._refer_to(model)
         self.options, self.rounding, self.compresses = options, rounding, compresses
         self.saved = SavedTensors(
-            choose, options.min_elements, seed, derive_outputs=options.derive_outputs
+            choose,
+            options.min_elements,
+            seed,
+            derive_outputs=options.derive_outputs,
+            derive_products=options.derive_products,
         )
         self.replacements = Replacements(self.saved, options)
         self.graphs = CompiledGraphs(self.find_model, self.saved, self._record_graph)

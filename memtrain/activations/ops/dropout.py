@@ -1,7 +1,7 @@
 """Dropout that saves its mask at one bit per element."""
 
 from collections.abc import Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -40,6 +40,7 @@ def _dropout_forward(ctx: Any, x: Tensor, p: float) -> Tensor:
     packed, factor = pack_mask(flat), _factor(p, x.dtype, on_cuda)
     ctx.save_for_backward(packed)
     ctx.scaling = factor, x.shape, x.stride()
+    ctx.mask = partial(_masked, *ctx.scaling)
     return _scaled(x, packed, factor) if y is None else y
 
 
@@ -47,10 +48,16 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     (packed,), (factor, *order) = ctx.saved_tensors, ctx.scaling
     if torch.is_grad_enabled():  # a product that can be differentiated again
         return (grad * _scaled(in_order(torch.ones_like(grad), *order), packed, factor),)
-    return (_scaled(in_order(grad, *order), packed, factor),)
+    return (_masked(factor, *order, packed, grad),)
 
 
 _dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True)
+
+
+def _masked(
+    factor: float, shape: torch.Size, stride: tuple[int, ...], packed: Tensor, x: Tensor
+) -> Tensor:
+    return _scaled(in_order(x, shape, stride), packed, factor)
 
 
 def _scaled(x: Tensor, packed: Tensor, factor: float) -> Tensor:

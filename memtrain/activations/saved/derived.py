@@ -1,8 +1,11 @@
-"""Derived outputs: a norm's output that another op saves, recomputed from the norm's own payload.
+"""Derived outputs: an op's output that another op saves, recomputed from payloads that are kept.
 
-The output is linear in that payload, so that it stays unbiased. It is recomputed only if nothing
-can have written to the output since: views and casts alone lie between the norm's node and the
-saved tensor, the version is what it was, and the memory was never exposed.
+A norm's output is linear in the norm's own payload, so that it stays unbiased. With
+`derive_products`, outputs of nodes in `FORMULAS` are recomputed from the payloads that the node
+saves: products are unbiased, as the payloads are independent; SiLU and GELU are not linear, and
+their bias is the curvature times half the variance of the codes. An output is recomputed only if
+nothing can have written to it since: views and casts alone lie between its node and the saved
+tensor, the version is what it was, and the memory was never exposed.
 """
 
 from collections.abc import Callable
@@ -10,22 +13,41 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
 from memtrain.activations.saved.function_payloads import decompress, saved_payloads
-from memtrain.activations.saved.known_ops import CASTS, VIEWS
+from memtrain.activations.saved.known_ops import CASTS, VIEWS, node_classes
 from memtrain.activations.saved.node_tensors import flows_into
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.store import Store, check_version, without_elements
 
 _STEPS = 6
 
+Formula = tuple[tuple[str, ...], Callable[[Any], Callable[..., Tensor]]]
+"""Attributes of the saved tensors that a node's output follows from; the node -> how it does."""
+
+
+def _formulas() -> dict[type, Formula]:
+    silu: Formula = ("self",), lambda node: F.silu
+    gelu: Formula = ("self",), lambda node: partial(F.gelu, approximate=node._saved_approximate)
+    product: Formula = ("self", "other"), lambda node: torch.mul
+    attention: Formula = ("output",), lambda node: torch.clone
+    by_name = {"SiluBackward0": silu, "GeluBackward0": gelu, "MulBackward0": product}
+    kinds = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
+    by_name |= {f"ScaledDotProduct{kind}Backward0": attention for kind in kinds}
+    return {node: formula for name, formula in by_name.items() for node in node_classes(name)}
+
+
+FORMULAS = _formulas()
+"""Class of a node -> how its output follows from what it saves."""
+
 
 class _Output(NamedTuple):
-    """A norm's output, just made."""
+    """An output, just made."""
 
-    node: Any
+    nodes: frozenset[int]  # numbers of those whose payloads the output is recomputed from
     op: str
     counter: Tensor  # of the output's version
     version: int
@@ -35,14 +57,14 @@ class _Output(NamedTuple):
 
 
 class Derived:
-    """Takes the place of a saved tensor that is a norm's output, perhaps cast.
+    """Takes the place of a saved tensor that is an op's output, perhaps cast.
 
     Args:
         x: The saved tensor.
         layout: Its layout.
-        content: Computes the norm's output.
-        nbytes: Bytes of the copies of the norm's weight and bias.
-        op: The norm.
+        content: Computes the output.
+        nbytes: Bytes of the copies of a norm's weight and bias.
+        output: Of the op.
     """
 
     __slots__ = (
@@ -53,15 +75,16 @@ class Derived:
         "_layout",
         "_version",
         "nbytes",
+        "nodes",
         "op",
     )
 
     def __init__(
-        self, x: Tensor, layout: Layout, content: Callable[[], Tensor], nbytes: int, op: str
+        self, x: Tensor, layout: Layout, content: Callable[[], Tensor], nbytes: int, output: _Output
     ) -> None:
         self._counter, self._version = without_elements(x), x._version
         self._dtype, self._layout, self._content = x.dtype, layout, content
-        self.nbytes, self.op = nbytes, op
+        self.nbytes, self.op, self.nodes = nbytes, output.op, output.nodes
 
     def unpack(self) -> Tensor:
         """Return the output for the backward."""
@@ -72,7 +95,7 @@ class Derived:
 
 
 class DerivedOutputs:
-    """The outputs of one forward's norms.
+    """The outputs of one forward that can be recomputed.
 
     Args:
         store: Knows whose memory was exposed.
@@ -81,7 +104,10 @@ class DerivedOutputs:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._outputs: dict[int, _Output] = {}
-        self._contents: dict[int, tuple[Callable[[], Tensor], int]] = {}
+        self._contents: dict[int, Callable[[], Tensor]] = {}
+        self._nbytes: dict[int, int] = {}  # that the first use of a content adds
+        self._norms: dict[int, Any] = {}
+        self._parts: dict[int, tuple[str, dict[str, Any]]] = {}
 
     def add(self, y: Tensor, op: str) -> None:
         """Note the output of an op that has just run, if its node can recompute it.
@@ -94,16 +120,66 @@ class DerivedOutputs:
         if not hasattr(node, "output") or foreign(y):
             return
         layout, memory = memory_of(y)
-        if memory is None or node.payloads[0][-1] != layout:
+        if memory is not None and node.payloads[0][-1] == layout:
+            self._norms[node._sequence_nr()] = node
+            self._note(y, op, memory, frozenset({node._sequence_nr()}))
+
+    def part(self, node: Any, attribute: str, handle: Any, op: str) -> None:
+        """Note what takes the place of a saved tensor of a node in `FORMULAS`.
+
+        Args:
+            node: Saves the tensor.
+            attribute: Under which.
+            handle: Its `unpack()` returns the tensor.
+            op: The op's name in sites.
+        """
+        if type(node) in FORMULAS:
+            self._parts.setdefault(node._sequence_nr(), (op, {}))[1][attribute] = handle
+
+    def add_computed(self, y: Any) -> None:
+        """Note the output of an op whose saved tensors have just been visited."""
+        node: Any = y.grad_fn if isinstance(y, Tensor) else None
+        number = -1 if node is None else node._sequence_nr()
+        op, parts = self._parts.pop(number, ("", {}))
+        if not parts or foreign(y):
             return
+        names, formula = FORMULAS[type(node)]
+        layout, memory = memory_of(y)
+        if memory is None or not parts.keys() >= {*names}:
+            return
+        handles = [parts[name] for name in names]
+        self._contents[number] = partial(_compute, formula(node), handles, layout)
+        nodes = [handle.nodes for handle in handles if isinstance(handle, Derived)]
+        self._note(y, op, memory, frozenset({number}.union(*nodes)))
+
+    def add_dropped(self, y: Tensor, x: Tensor) -> None:
+        """Note the output of memtrain's dropout, if its input can be recomputed.
+
+        Args:
+            y: The output.
+            x: The input.
+        """
+        node: Any = y.grad_fn
+        if not hasattr(node, "mask") or foreign(y):
+            return
+        (layout, memory), source = memory_of(y), self.find(x, node)
+        if memory is None or source is None:
+            return
+        number = node._sequence_nr()
+        compute = partial(node.mask, node.saved_tensors[0])
+        self._contents[number] = partial(_compute, compute, [source], layout)
+        self._nbytes[number] = source.nbytes
+        self._note(y, "dropout", memory, source.nodes)
+
+    def _note(self, y: Any, op: str, memory: Memory, nodes: frozenset[int]) -> None:
         number = storage_id(y)
         self._store.of(y, number)  # so that no other storage takes its number
-        self._outputs[node._sequence_nr()] = _Output(
-            node, op, without_elements(y), y._version, number, memory, y.dtype
+        self._outputs[y.grad_fn._sequence_nr()] = _Output(
+            nodes, op, without_elements(y), y._version, number, memory, y.dtype
         )
 
     def find(self, x: Tensor, node: Any) -> Derived | None:
-        """Return what takes the place of a saved tensor, if it is a norm's untouched output.
+        """Return what takes the place of a saved tensor, if it is a known output, untouched.
 
         Args:
             x: The saved tensor.
@@ -111,10 +187,11 @@ class DerivedOutputs:
         """
         if not self._outputs or x.grad_fn is None:
             return None
-        output, was_cast = self._output_of(x.grad_fn)
+        source, was_cast = self._source_of(x.grad_fn)
+        output = self._outputs.get(source)
         if output is None or output.counter._version != output.version:
             return None
-        if flows_into(node, x.grad_fn, {output.node._sequence_nr()}):
+        if flows_into(node, x.grad_fn, output.nodes):
             return None
         layout, memory = memory_of(x)
         number = storage_id(x)
@@ -127,43 +204,37 @@ class DerivedOutputs:
                 return None
         elif number != output.storage or memory != output.memory or x.dtype != output.dtype:
             return None
-        content, nbytes, is_new = self._content(output)
-        return Derived(x, layout, content, nbytes if is_new else 0, output.op)
+        content = self._content(source)
+        return Derived(x, layout, content, self._nbytes.pop(source, 0), output)
 
-    def _output_of(self, node: Any) -> tuple[_Output | None, bool]:
-        """The output that a node is a view or a cast of, and whether there is a cast."""
+    def _source_of(self, node: Any) -> tuple[int, bool]:
+        """The number of the node whose output a node views or casts, and whether it is a cast."""
         was_cast = False
         for _ in range(_STEPS):
-            found = self._outputs.get(node._sequence_nr())
-            if found is not None:
-                return found, was_cast
-            kind = type(node)
-            if kind in CASTS:
-                was_cast = True
-            elif kind not in VIEWS:
-                return None, False
+            if node is None or (number := node._sequence_nr()) in self._outputs:
+                return (-1 if node is None else number), was_cast
+            if type(node) not in CASTS | VIEWS:
+                break
+            was_cast |= type(node) in CASTS
             node = node.next_functions[0][0]
-            if node is None:
-                return None, False
-        return None, False
+        return -1, False
 
-    def _content(self, output: _Output) -> tuple[Callable[[], Tensor], int, bool]:
-        """A function that recomputes an output, the bytes that it keeps, and whether it is new.
+    def _content(self, number: int) -> Callable[[], Tensor]:
+        """A function that recomputes the output of the node with a number.
 
-        It copies the norm's weight and bias: they may change before it is called, and an update
+        It copies a norm's weight and bias: they may change before it is called, and an update
         through `.data` has no version.
         """
-        number = output.node._sequence_nr()
         known = self._contents.get(number)
         if known is not None:
-            return *known, False
-        node = output.node
+            return known
+        node = self._norms[number]
         (payload,), (statistics, *weights) = saved_payloads(node)
         copies = [None if t is None else t.detach().clone() for t in weights]
         content = partial(_recompute, node.output, payload, node.compressor, [statistics, *copies])
-        nbytes = sum(t.nbytes for t in copies if t is not None)
-        self._contents[number] = content, nbytes
-        return content, nbytes, True
+        self._contents[number] = content
+        self._nbytes[number] = sum(t.nbytes for t in copies if t is not None)
+        return content
 
 
 def _recompute(
@@ -173,3 +244,7 @@ def _recompute(
     others: list[Any],
 ) -> Tensor:
     return output(decompress(payload, compressor), *others)
+
+
+def _compute(compute: Callable[..., Tensor], handles: list[Any], layout: Layout) -> Tensor:
+    return flatten(compute(*(handle.unpack() for handle in handles)), layout)[0]

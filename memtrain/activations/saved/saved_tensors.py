@@ -38,7 +38,7 @@ from memtrain.compressors import Compressor, Keep, Key
 ALIVE = "its storage is kept alive by another save"
 WEIGHT = "a weight, or made of weights alone"
 SHARED = "shared with an earlier save"
-DERIVED = "recomputed from what the norm keeps"
+DERIVED = "recomputed from what another op keeps"
 OPAQUE = "saved by a node that shows nothing of it"
 NOT_IN_TABLE = "its op reads its values, and is not linear in them"
 NOT_READ = "its shape only is read"
@@ -56,13 +56,20 @@ class SavedTensors:
         min_elements: Smaller tensors are kept.
         seed: Feeds the keys of stochastic rounding.
         derive_outputs: Whether a norm's output is recomputed from the norm's own payload.
+        derive_products: Whether outputs of `derived.FORMULAS` are recomputed too.
     """
 
     def __init__(
-        self, choose: Choose, min_elements: int, seed: int, *, derive_outputs: bool = True
+        self,
+        choose: Choose,
+        min_elements: int,
+        seed: int,
+        *,
+        derive_outputs: bool = True,
+        derive_products: bool = False,
     ) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
-        self.derive_outputs = derive_outputs
+        self.derive_outputs, self.derive_products = derive_outputs, derive_products
         self.step = 0
         """Forward passes so far."""
         self.draws: Mapping[str, int] = {}
@@ -187,6 +194,8 @@ class SavedTensors:
                 self.readers.visit(node)
             if not hooked:
                 self._visit(node, function, module)
+        if self.derive_products:
+            self.derived.add_computed(result)
         if waiting:
             self.readers.seen(results)
         if new or hooked:
@@ -316,12 +325,16 @@ class SavedTensors:
         if source is not None:
             self._register(node, saved.attribute, source, x, site, chosen)
             self._record(x, site, source.nbytes, "derived", DERIVED, source, source.op)
+            if self.derive_products:
+                self.derived.part(node, saved.attribute, source, site.op)
             return
         handle = self._handle(x, site, chosen, node)
         if handle is None:
             self._keep(x, site, "its payload would be no smaller", node, saved.attribute)
             return
         self._register(node, saved.attribute, handle, x, site, chosen)
+        if self.derive_products:
+            self.derived.part(node, saved.attribute, handle, site.op)
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node, handle.entry)
 
@@ -409,6 +422,8 @@ class SavedTensors:
         self.is_lossy = self.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
         if self.derive_outputs and isinstance(result, Tensor):
             self.derived.add(y, site.op)
+            if self.derive_products and site.op == "dropout":
+                self.derived.add_dropped(y, x)
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node)
         for part in node.saved_tensors if self.records is not None else ():
@@ -447,7 +462,8 @@ class SavedTensors:
             storage.epoch += 1
 
 
-_STATE = ["choose", "min_elements", "seed", "derive_outputs", "step", "draws", "watch", "lossless"]
+_STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_products"]
+_STATE += ["step", "draws", "watch", "lossless"]
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 
