@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
-from memtrain.audit.live_tensors import graph_nodes
 
 STEPS = 8
 
@@ -86,6 +85,18 @@ def compiled_bytes(model: nn.Module) -> int:
     saved = [x for node in graph_nodes(loss) for x in getattr(node, "saved_tensors", ())]
     older = [*model.parameters(), *model.buffers(), *given.values(), loss]
     return storage_nbytes(saved, exclude=older)
+
+
+def graph_nodes(output: Tensor) -> list[Any]:
+    """Every node of the graph that an output's backward would run, each once."""
+    nodes: dict[Any, None] = {}
+    waiting: list[Any] = [output.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes[node] = None
+            waiting += [above for above, _ in node.next_functions]
+    return list(nodes)
 
 
 def report(

@@ -35,9 +35,9 @@ from experiments.seeds import Seeds, by_run, difference, markdown, mean, paired
 from experiments.study import LOSS, Row, append, descend, groups_of, quality, read, validate
 from experiments.tasks import TASKS
 from memtrain.activations.intercept.recompute import blocks_of
+from memtrain.audit.live_storages import saved_nbytes
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.measure import measure
-from memtrain.audit.peak.timeline import SAVED
 
 
 def _library(module: str, name: str) -> Callable[..., Optimizer]:
@@ -98,8 +98,8 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         steps: Number of steps.
 
     Returns:
-        The row's columns besides `KEY`. The peak, and the most of saved activations, count live
-        storages in a second step; the time is the median of all steps' processor times.
+        The row's columns besides `KEY`. The peak counts live storages in a second step, and saved
+        activations those after a forward; the time is the median of all steps' processor times.
     """
     task, chosen = TASKS[name], VARIANTS[variant]
     source = task.source(seed)
@@ -120,9 +120,10 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
         if plan.bits is not None and plan.config.activations.sensitivity == "passes":
             adapt = memtrain.adapter(model).step
     losses, seconds = descend(model, optimizer, batch, peak=lr, steps=steps, adapt=adapt)
+    saved, _ = saved_nbytes(lambda: loss(model.train()(inputs)), exclude=(inputs, targets))
     return quality(validate(model, source), losses) | {
         "peak_mib": timeline.peak.nbytes / 2**20,
-        "saved_mib": max(moment.parts.get(SAVED, 0) for moment in timeline.moments) / 2**20,
+        "saved_mib": saved / 2**20,
         "step_ms": 1e3 * statistics.median(seconds),
         "recomputed_blocks": blocks,
         "torch": torch.__version__,

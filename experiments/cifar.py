@@ -5,8 +5,6 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from memtrain.training.settings import in_range
-
 _SHUFFLE = ((116, 4), (232, 8), (464, 4))  # channels and units of a stage
 _RESNET = ((64, 1), (128, 2), (256, 2), (512, 2))  # channels and stride of a stage of two blocks
 
@@ -112,7 +110,7 @@ def cifar(
 
     Args:
         family: `shufflenet_v2` or `resnet18`.
-        width: Multiplies the channels of every stage.
+        width: Multiplies the channels of every stage, in (0, 4].
         channels: Of the images.
         classes: Outputs.
 
@@ -120,7 +118,7 @@ def cifar(
         The model; it takes [batch, channels, height, width] and returns logits [batch, classes].
 
     Raises:
-        ValueError: For a value out of range.
+        ValueError: For an unknown family.
 
     Example:
         >>> model = cifar(family="resnet18", width=0.25, channels=3)
@@ -133,8 +131,4 @@ def cifar(
     """
     if family not in FAMILIES:
         raise ValueError(f"model.family={family!r}; allowed: {', '.join(FAMILIES)}")
-    if not 0 < width <= 4:
-        raise ValueError(f"model.width={width}; allowed: above 0, up to 4")
-    for name, value in {"channels": channels, "classes": classes}.items():
-        in_range(f"model.{name}", value, at_least=1)
     return FAMILIES[family](width, channels, classes)

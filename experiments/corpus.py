@@ -40,7 +40,7 @@ class Text:
 def stdlib(seed: int, *, sequence: int = 128, validation: float = 0.1) -> Text:
     """Read source files of the running Python's standard library, as bytes.
 
-    All `*.py` under `sysconfig.get_path("stdlib")`, without site-packages and without tests.
+    Site-packages and tests are left out.
 
     Args:
         seed: Seeds the split and the sequences.

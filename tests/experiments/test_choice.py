@@ -16,6 +16,7 @@ def test_variants_hold_what_their_names_say(monkeypatch):
     assert set(found["plain"]) | set(choice.KEY) == {*choice.COLUMNS}
     peaks = {variant: row["peak_mib"] for variant, row in found.items()}
     assert peaks["balanced"] < 0.4 * peaks["plain"]
+    assert 0 < found["balanced"]["saved_mib"] < 0.2 * found["plain"]["saved_mib"]
     assert peaks["checkpointing"] < 0.7 * peaks["plain"]
     assert found["checkpointing"]["recomputed_blocks"] == 3
     # Nothing is rounded there: after a step the very loss of the plain run.

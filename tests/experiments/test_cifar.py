@@ -23,12 +23,3 @@ def test_cifar_families(family, parameters):
         assert logits.shape == (2, 10)
     logits.sum().backward()
     assert all(p.grad is not None for p in narrow.parameters())
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [({"family": "alexnet"}, "shufflenet_v2"), ({"width": 0.0}, "above 0"), ({"channels": 0}, "1")],
-)
-def test_bad_cifar_config(change, message):
-    with pytest.raises(ValueError, match=message):
-        cifar(**change)
