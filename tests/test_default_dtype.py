@@ -19,7 +19,6 @@ from memtrain.kernels.dispatch import backend
 from tests.compressors.test_contract import ROWS
 from tests.optim.behaviours import FUSED, GENERAL, make
 
-DEFAULTS = ("float32", "float64", "bfloat16")
 BACKENDS = ("reference", "cpu")
 
 
@@ -81,18 +80,15 @@ def run():
                 sys.stdout.write(f"{name} {kernels} -> {result}\n")
 
 
-@pytest.fixture(scope="module")
-def results():
+@pytest.mark.parametrize(
+    "default", ["float64", pytest.param("bfloat16", marks=pytest.mark.nightly)]
+)
+def test_results_do_not_depend_on_the_default_dtype(default):
     code = "import sys, torch; torch.set_default_dtype(getattr(torch, sys.argv[1]));"
     code += "from tests.test_default_dtype import run; run()"
     start = partial(subprocess.Popen, stdout=subprocess.PIPE, text=True)
-    running = {name: start([sys.executable, "-c", code, name]) for name in DEFAULTS}
-    return {name: process.communicate()[0].splitlines() for name, process in running.items()}
-
-
-@pytest.mark.parametrize("default", DEFAULTS[1:])
-def test_results_do_not_depend_on_the_default_dtype(results, default):
-    expected = results["float32"]
+    running = [start([sys.executable, "-c", code, name]) for name in ("float32", default)]
+    expected, found = (process.communicate()[0].splitlines() for process in running)
     assert len(expected) > 100
     assert not [line for line in expected if "Error" in line]
-    assert results[default] == expected
+    assert found == expected

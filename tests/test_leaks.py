@@ -76,6 +76,7 @@ def wrapped(preset):
 FREED = ("exact", "balanced", "checkpointed", "all_four", "actnn_l3", "gact4")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("copied", [False, True])
 @pytest.mark.parametrize("preset", FREED)
 def test_del_frees_a_model_and_its_optimizer(preset, copied):

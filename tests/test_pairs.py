@@ -51,6 +51,7 @@ def state_bytes(optimizer):
     return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor) and t.dim())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("collected", [False, True])
 @pytest.mark.parametrize("preset", PRESETS)
 def test_a_second_optimizer_is_wrapped_as_the_first_was(preset, collected):

@@ -83,7 +83,7 @@ class Session:
 
     def _check(self, name: str) -> None:
         """Build a run, so that a wrong plan shows now and not after the baseline's run."""
-        run = self._run(name)
+        run = self._run(name, predict=True)
         self.fit = run.fit or self.fit
         if run.forecast is not None:
             self._forecasts[name] = run.forecast.nbytes
@@ -132,7 +132,7 @@ class Session:
         self, name: str, state: dict[str, Any] | None, write: Write, display: Display
     ) -> None:
         training = self.config.training
-        run = self._run(name, resumed=state is not None)
+        run = self._run(name)
         hand_back_freed_pages()  # of the run before, and of converted weights
         if state:
             run.load_state(state)
@@ -161,14 +161,14 @@ class Session:
         self.rows += run.rows
         self._save_model(run, f"{name}_model")
 
-    def _run(self, name: str, *, resumed: bool = False) -> Run:
+    def _run(self, name: str, *, predict: bool = False) -> Run:
         """Build a run at its start, or return the one that was built to be checked."""
         if self._made is not None:
             run, random = self._made
             self._made = None
             set_random_state(random)
             return run
-        return Run(name, self.config, self.source, self.fit, predict=not resumed)
+        return Run(name, self.config, self.source, self.fit, predict=predict)
 
     def _validate(self, run: Run, write: Write, display: Display) -> None:
         if not run.validations:

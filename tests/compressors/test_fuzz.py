@@ -476,7 +476,7 @@ def test_every_compressor_has_fields_and_a_stated_error():
 
 @EVERY
 def test_cases_that_nobody_thought_of(name):
-    settings(max_examples=100, derandomize=True, **QUIET)(
+    settings(max_examples=50, derandomize=True, **QUIET)(
         given(cases(name))(lambda case: check(name, case))
     )()
 

@@ -6,7 +6,7 @@ import torch
 import memtrain
 from experiments import choice
 from experiments.study import read
-from experiments.tasks import TASKS, UNet3d, volumes
+from experiments.tasks import UNet3d, volumes
 
 
 def test_variants_hold_what_their_names_say(monkeypatch):
@@ -72,11 +72,6 @@ def test_what_beats_what():
     assert told["smaller"].endswith("| +0.0000 +- 0.2484 |  |")
     assert told["worse"].endswith("| +0.5333 +- 0.1434 | smaller |")
     assert told["tiny"].endswith("| +0.6333 +- 0.1434 |  |")
-
-
-def test_full_size_twins_are_not_run_unless_they_are_named():
-    assert choice.SMALL == ("digits", "vit", "gpt", "encoder", "lora", "unet3d")
-    assert {"gpt_full", "encoder_full", "lora_full", "unet3d_full"} <= set(TASKS)
 
 
 def test_a_study_continues_and_runs_of_several_lengths_are_separate_rows(tmp_path, capsys):

@@ -203,6 +203,7 @@ def test_an_overflow_skips_the_step_and_halves_the_scale(make):
     assert not torch.equal(model[0].weight, before[0]["0.weight"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("copied", [copy.deepcopy, lambda both: pickle.loads(pickle.dumps(both))])
 @pytest.mark.parametrize("keys", [{}, {"preset": "balanced", "weights": "bf16+8"}], ids=str)
 def test_copies_of_both_skip_their_overflowed_steps(keys, copied):

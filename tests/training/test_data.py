@@ -11,7 +11,6 @@ TEXT = {"name": "text", "path": __file__}
         ({"name": "json"}, "did you mean 'jsonl'"),
         ({}, "data.name='None' is unknown"),
         ({**TEXT, "sequense": 4}, "unknown key 'data.sequense'; did you mean 'sequence'"),
-        ({**TEXT, "validation": 1.0}, "data.validation=1.0 is out of range"),
         ({**TEXT, "validation": float("nan")}, "data.validation=nan is out of range"),
         ({**TEXT, "sequence": 10**7}, "allowed: at least one row of data.sequence=10000000"),
     ],

@@ -46,13 +46,6 @@ def test_table_fits_80_columns_with_large_numbers():
     assert line["validation loss"][-3:] == ["2.0000", "2.5000", "1.250"]
 
 
-def test_table_of_one_run_has_no_ratio():
-    shown = _shown({"wrapped": WRAPPED})
-    assert "plain" not in shown
-    line = {text[:20].strip(): text.split() for text in shown.splitlines()}
-    assert line["weights"][-1] == "-"
-
-
 def test_what_was_not_measured_is_a_dash():
     shown = _shown({"plain": {"bytes": dict.fromkeys(PLAIN["bytes"], 0), "step_seconds": None}})
     line = {text[:20].strip(): text.split() for text in shown.splitlines()}
