@@ -3,8 +3,6 @@
 import copy
 import gc
 import io
-import threading
-import time
 import weakref
 from functools import partial
 
@@ -13,10 +11,8 @@ import torch
 from torch import nn
 
 from memtrain.audit.live_storages import LiveStorages
-from memtrain.audit.peak.predict import predict
 from memtrain.optim import AdamW4bit, compress
 from memtrain.optim.states import in_groups
-from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 
@@ -296,9 +292,7 @@ def test_grad_scaler_is_refused_and_loss_scale_serves():
 CLIPPERS = {
     "norm": lambda p: nn.utils.clip_grad_norm_(p, 1.0),
     "far": lambda p: nn.utils.clip_grad_norm_(p, 1e9),
-    "one by one": lambda p: nn.utils.clip_grad_norm_(p, 1.0, foreach=False),
     "value": lambda p: nn.utils.clip_grad_value_(p, 1.0),
-    "values one by one": lambda p: nn.utils.clip_grad_value_(p, 1.0, foreach=False),
     "by hand": lambda p: [x.grad.mul_(0.5) for x in p if x.grad is not None],
     "replaced": lambda p: [setattr(x, "grad", x.grad * 0.5) for x in p if x.grad is not None],
 }
@@ -454,62 +448,3 @@ def test_a_stalled_run_is_told_by_its_steps_not_by_its_parameters(recwarn):
         found = [str(w.message) for w in recwarn if "stalled" in str(w.message)]
         assert len(found) == (step >= 8)
     assert "of shape (9,) moved at step 8" in found[0]
-
-
-@pytest.mark.parametrize("shape", [(37, 5), (185,), (5, 37, 3)], ids=str)
-def test_norms_of_16_bit_gradients_are_added_up_in_pieces(monkeypatch, shape):
-    """Integers: each piece's sum of squares is exact, its root and their sum's are rounded."""
-    grad = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(0)).bfloat16()
-    exact = float(grad.double().norm())
-    monkeypatch.setattr(late_norms, "PIECE", 64)
-    for own in (grad, grad.mT.contiguous().mT if grad.dim() > 1 else grad):
-        assert late_norms.norm_of(own) == pytest.approx(exact, rel=4 * 2**-24)
-    grad.view(-1)[-1] = torch.inf
-    assert late_norms.norm_of(grad) == torch.inf
-
-
-def test_a_16_bit_gradients_norm_takes_no_copy_of_it():
-    """Of 8 M elements a float32 copy would be 32 MiB; a piece's is 16."""
-    model = nn.Linear(4096, 2048, bias=False, dtype=torch.bfloat16)
-    optimizer = torch.optim.SGD(model.parameters())
-    batch = torch.ones(1, 4096, dtype=torch.bfloat16)
-    timeline = predict(model, optimizer, batch, ["preset=all_four", "weights=keep"])
-    grad = model.weight.nbytes
-    most = max(m.parts.get("temporaries", 0) for m in timeline.moments if m.phase == "backward")
-    assert most < 1.1 * grad  # 16 MiB, and the scalars of a step
-
-
-def test_gradients_that_two_threads_bring_are_applied_one_at_a_time(monkeypatch):
-    """Autograd has a thread for each device, DDP's all-reduces end in threads of their backend."""
-    inside, most = [], []
-
-    def step_targets(released, targets):
-        inside.append(1)
-        most.append(len(inside))
-        time.sleep(0.01)  # another thread runs
-        applied(released, targets)
-        inside.pop()
-
-    applied = ReleaseGradients.step_targets
-    monkeypatch.setattr(ReleaseGradients, "step_targets", step_targets)
-    params = [nn.Parameter(torch.ones(65, 64)) for _ in range(10)]
-    inner = AdamW4bit(params, lr=0.1, weight_decay=0.0)
-    optimizer, errors = copy.deepcopy(ReleaseGradients(inner)), []
-    params = optimizer.param_groups[0]["params"]
-
-    def run(own):
-        try:
-            sum(p.sum() for p in own).backward()
-        except Exception as error:  # noqa: BLE001 (any fails the test, in its thread)
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(params[k::2],)) for k in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    optimizer.step()
-    assert not errors
-    assert most == [1] * 10
-    assert all(torch.all(p < 1) for p in params)
-    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [10]

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memtrain.audit.peak.predict import predict
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import uploads
 from memtrain.optim import AdamW4bit
@@ -141,3 +142,26 @@ def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, c
     assert [n for n in asked if n] == [3] * waits
     if inner != "plain":
         assert not reads.found
+
+
+@pytest.mark.parametrize("shape", [(37, 5), (185,), (5, 37, 3)], ids=str)
+def test_norms_of_16_bit_gradients_are_added_up_in_pieces(monkeypatch, shape):
+    """Integers: each piece's sum of squares is exact, its root and their sum's are rounded."""
+    grad = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    exact = float(grad.double().norm())
+    monkeypatch.setattr(late_norms, "PIECE", 64)
+    for own in (grad, grad.mT.contiguous().mT if grad.dim() > 1 else grad):
+        assert late_norms.norm_of(own) == pytest.approx(exact, rel=4 * 2**-24)
+    grad.view(-1)[-1] = torch.inf
+    assert late_norms.norm_of(grad) == torch.inf
+
+
+def test_a_16_bit_gradients_norm_takes_no_copy_of_it():
+    """Of 8 M elements a float32 copy would be 32 MiB; a piece's is 16."""
+    model = nn.Linear(4096, 2048, bias=False, dtype=torch.bfloat16)
+    optimizer = torch.optim.SGD(model.parameters())
+    batch = torch.ones(1, 4096, dtype=torch.bfloat16)
+    timeline = predict(model, optimizer, batch, ["preset=all_four", "weights=keep"])
+    grad = model.weight.nbytes
+    most = max(m.parts.get("temporaries", 0) for m in timeline.moments if m.phase == "backward")
+    assert most < 1.1 * grad  # 16 MiB, and the scalars of a step

@@ -1,6 +1,8 @@
 """Released gradients beside streams, threads, and errors: weights are never read half stepped."""
 
+import copy
 import threading
+import time
 
 import pytest
 import torch
@@ -9,8 +11,66 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.optim import AdamW4bit
+from memtrain.optim.wrappers.host_copies import HostCopies
+from memtrain.optim.wrappers.host_states import IN_FLIGHT, HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
-from tests.optim.test_host_states import Bus, beside, chain, run
+from memtrain.optim.wrappers.weights import SplitWeights
+
+
+class Bus(HostCopies):
+    """A device that works beside the host: a copy back is there when the device has joined it."""
+
+    beside = True
+
+    def __init__(self, names):
+        self.names, self.log, self.under_way, self.most = names, [], [], 0
+        self.free = dict.fromkeys(names.values(), None)  # name -> what its landing waits for
+        self.down = self.up = 0
+
+    def to_host(self, x):
+        self.log.append(("sent", x.shape))
+        self.down += x.nbytes
+        self.most = max(self.most, self.count("sent") - self.count("stepped"))
+        return x.clone(), x.shape
+
+    def wait(self, started):
+        if self.free.get(started):
+            assert self.free[started].wait(20)
+
+    def to_device(self, value, param):
+        self.log.append(("stepped", param.shape))
+        self.up += value.nbytes
+        self.under_way.append((param, value))
+
+    def join(self):
+        self.log.append(("joined", None))
+        while self.under_way:
+            param, value = self.under_way.pop()
+            param.data.copy_(value)
+
+    def count(self, what):
+        return [name for name, _ in self.log].count(what)
+
+
+def chain(depth=6):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Linear(32 + k, 33 + k, bias=False) for k in range(depth)])
+
+
+def beside(model, bus=None, **options):
+    def build(compressed, leaves=None):
+        return ReleaseGradients(SplitWeights(compressed, "bf16+8"), **options)
+
+    compressed = AdamW4bit(model.parameters(), lr=1e-2, min_elements=0)
+    return HostStates(compressed, build, copies=lambda p: bus) if bus else build(compressed)
+
+
+def run(model, optimizer, steps, passes=1):
+    for step in range(steps):
+        for _ in range(passes):
+            x = torch.randn(4, 32, generator=torch.Generator().manual_seed(step))
+            model(x.to(model[0].weight.dtype)).float().square().sum().backward()
+        optimizer.step()
 
 
 def forward(model, step=0):
@@ -177,3 +237,153 @@ def test_adalora_is_refused_by_name():
     with pytest.raises(ValueError, match=r"AdaLoRA .* gradients=keep"):
         memtrain.wrap(model, optimizer, ["preset=all_four"])
     memtrain.wrap(model, optimizer, ["preset=all_four", "gradients=keep"])
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_steps_run_beside_the_backward_and_order_is_kept(passes):
+    model, plain = chain(), chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    for p in model.parameters():
+        p.register_post_accumulate_grad_hook(lambda p: bus.log.append(("gradient", p.shape)))
+    optimizer = beside(model, bus, accumulate=passes)
+    run(model, optimizer, 3, passes)
+    run(plain, beside(plain, accumulate=passes), 3, passes)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    numel = sum(p.numel() for p in model.parameters())
+    assert (bus.down, bus.up) == (3 * passes * 2 * numel, 3 * 2 * numel)  # bytes: 2 each way
+    main = [one for one in bus.log if one[0] != "stepped"]
+    shapes = [p.shape for p in reversed(list(model.parameters()))]
+    backward = [(what, shape) for shape in shapes for what in ("gradient", "sent")]
+    joined = ("joined", None)  # at the end of each backward, and of the step
+    assert main == 3 * [*passes * [*backward, joined], joined]  # each goes over as it comes
+    for own in range(3):
+        ends = [k for k, (what, _) in enumerate(bus.log) if what == "joined"][passes :: passes + 1]
+        stepped = bus.log[ends[own - 1] if own else 0 : ends[own]]
+        assert [shape for what, shape in stepped if what == "stepped"] == shapes
+
+
+def test_a_step_overlaps_the_gradients_that_follow():
+    """The first gradient lands after the second came, and is stepped before the last comes."""
+    model = chain(3 * IN_FLIGHT)
+    params = list(reversed(list(model.parameters())))
+    bus = Bus({p: p.shape for p in params})
+    second, first_stepped, seen = threading.Event(), threading.Event(), []
+    bus.free[params[0].shape] = second
+    params[1].register_post_accumulate_grad_hook(lambda p: second.set())
+    params[-1].register_post_accumulate_grad_hook(lambda p: seen.append(first_stepped.wait(20)))
+    send = bus.to_device
+    bus.to_device = lambda value, param: (send(value, param), first_stepped.set())
+    run(model, beside(model, bus), 1)
+    assert seen == [True]
+    assert 0 < bus.most <= IN_FLIGHT  # a backward waits for a slower host
+
+
+def test_a_weight_whose_journey_broke_off_is_sent_again():
+    model, plain = chain(), chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer = HostStates(AdamW4bit(model.parameters()), copies=lambda p: bus)
+    whole = bus.to_host
+
+    def broken(x):
+        if x.shape == model[-1].weight.shape:
+            raise MemoryError
+        return whole(x)
+
+    with torch.no_grad():
+        for each in (model, plain):
+            each[0].weight.mul_(0.5)
+    model(torch.ones(4, 32)).sum().backward()
+    bus.to_host = broken
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    bus.to_host = whole
+    optimizer.zero_grad()
+    run(model, optimizer, 1)
+    run(plain, AdamW4bit(plain.parameters()), 1)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+def test_a_backward_that_breaks_off_in_a_step_is_waited_for_and_forgotten():
+    model = chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer = beside(model, bus)
+    handle = model[2].weight.register_hook(lambda grad: 1 / 0)
+
+    def closure():
+        model(torch.ones(4, 32).bfloat16()).float().square().sum().backward()
+
+    optimizer.param_groups[0]["lr"] = 0.0
+    with pytest.raises(ZeroDivisionError):
+        optimizer.step(closure)
+    assert bus.count("stepped") == 3
+    assert not bus.under_way
+    assert all(p.grad is None for p in model.parameters())
+    handle.remove()
+    optimizer.param_groups[0]["lr"] = 0.1
+    before = [p.clone() for p in model.parameters()]
+    optimizer.step(closure)
+    assert not any(map(torch.equal, model.parameters(), before))
+
+
+def test_a_refused_option_of_released_gradients_can_be_mended():
+    model, plain = chain(), chain()
+    bus = Bus({p: p.shape for p in model.parameters()})
+    optimizer, other = beside(model, bus), beside(plain)
+    optimizer.param_groups[0]["lr"] = -1.0
+    with pytest.raises(ValueError, match=r"learning rate: -1\.0"):
+        run(model, optimizer, 1)
+    optimizer.param_groups[0]["lr"] = 1e-2
+    run(model, optimizer, 2)
+    run(plain, other, 2)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_gradients_that_are_changed_after_the_backward_are_refused(passes):
+    model, scaler = chain(), torch.amp.GradScaler("cpu")
+    optimizer = beside(model, Bus({p: p.shape for p in model.parameters()}), accumulate=passes)
+    for _ in range(passes):
+        assert all(p.grad is None for p in model.parameters())
+        model(torch.ones(4, 32).bfloat16()).sum().backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with pytest.raises(RuntimeError, match="changed between backward and step"):
+        optimizer.step()
+    scaler.scale(model(torch.ones(4, 32).bfloat16()).sum()).backward()
+    with pytest.raises(RuntimeError, match="GradScaler must see all gradients"):
+        scaler.step(optimizer)
+
+
+def test_gradients_that_two_threads_bring_are_applied_one_at_a_time(monkeypatch):
+    """Autograd has a thread for each device, DDP's all-reduces end in threads of their backend."""
+    inside, most = [], []
+
+    def step_targets(released, targets):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)  # another thread runs
+        applied(released, targets)
+        inside.pop()
+
+    applied = ReleaseGradients.step_targets
+    monkeypatch.setattr(ReleaseGradients, "step_targets", step_targets)
+    params = [nn.Parameter(torch.ones(65, 64)) for _ in range(10)]
+    inner = AdamW4bit(params, lr=0.1, weight_decay=0.0)
+    optimizer, errors = copy.deepcopy(ReleaseGradients(inner)), []
+    params = optimizer.param_groups[0]["params"]
+
+    def run(own):
+        try:
+            sum(p.sum() for p in own).backward()
+        except Exception as error:  # noqa: BLE001 (any fails the test, in its thread)
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(params[k::2],)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    optimizer.step()
+    assert not errors
+    assert most == [1] * 10
+    assert all(torch.all(p < 1) for p in params)
+    assert [len(group["params"]) for group in optimizer.inner.param_groups] == [10]
