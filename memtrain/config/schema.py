@@ -96,9 +96,9 @@ class Optim:
     """Optimizer states."""
 
     exceptions: list[StateRule] = field(default_factory=list)
-    """Your own rules, tried before `rules`. One whose parameter does not exist is an error."""
+    """Your own rules, for any optimizer, tried before `rules`. Their parameters must exist."""
     rules: list[StateRule] = field(default_factory=list)
-    """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
+    """The preset's rules: ordered, first match wins; for optimizers that memtrain knows."""
     sites: dict[str, Any] = field(default_factory=dict)
     """`parameter / optimizer / state` -> compressor: a plan file's decisions, before every rule."""
     min_elements: int = 4096
