@@ -12,9 +12,10 @@ from torch.optim import Optimizer
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
 from memtrain.optim.wrappers import dtypes
+from memtrain.optim.wrappers.backward import released_by
 from memtrain.optim.wrappers.buckets import follow_ddp, models_in_ddp, refuse_training
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
-from memtrain.optim.wrappers.release import ReleaseGradients, released_by
+from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.release_checks import (
     check_complex,
     check_gradient_readers,

@@ -1,12 +1,35 @@
-"""The backward that brings gradients: when it ends, and whether an error broke it off."""
+"""The backward that brings gradients: hooks, one thread at a time, its end, and its errors."""
 
 import weakref
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import partial, wraps
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
+
+from memtrain.optim.wrappers.wrapper import WeakRef
 
 _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def one_at_a_time(method: _F) -> _F:
+    """Let a method wait while another thread is in one of its object's methods decorated so.
+
+    Gradients come in several threads: autograd has one for each device, and DDP's all-reduces end
+    in those of their backend.
+
+    Args:
+        method: Of an object with a `_lock`, an `RLock`.
+    """
+
+    @wraps(method)
+    def inner(self: Any, *args: Any) -> Any:
+        with self._lock:
+            return method(self, *args)
+
+    return inner  # pyright: ignore[reportReturnType]
 
 
 class Backward:
@@ -77,3 +100,31 @@ class _End:
     def __call__(self) -> None:
         self._backward.ended(self.task)
         self._at_end()
+
+
+def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
+    """Notify the optimizer that a gradient is complete: a hook on each parameter."""
+    optimizer = release()
+    if optimizer is not None:
+        optimizer.on_gradient(param)
+
+
+def released_by(param: Tensor) -> WeakRef[Any]:
+    """Return a weak reference to the optimizer that updates a parameter in the backward, or empty.
+
+    The parameter's own hook has the reference: a copy of a model with its optimizer finds the
+    copied optimizer, and a copy of the model alone finds none.
+    """
+    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
+    for hook in hooks.values():
+        if isinstance(hook, partial) and hook.func is call_on_gradient:
+            return hook.args[0]
+    return WeakRef()
+
+
+def hook_gradients(optimizer: Any, params: Iterable[Tensor], handles: dict[Tensor, Any]) -> None:
+    """Hook every parameter that is trained and has no handle yet; no hook keeps the optimizer."""
+    hook = partial(call_on_gradient, WeakRef(optimizer))
+    for param in params:
+        if param.requires_grad and param not in handles:
+            handles[param] = param.register_post_accumulate_grad_hook(hook)

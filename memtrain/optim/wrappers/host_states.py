@@ -20,14 +20,10 @@ from memtrain.optim.states.compressed_states import CompressedStates, closure_lo
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.states.untraced import untraced
+from memtrain.optim.wrappers.backward import hook_gradients, one_at_a_time
 from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
 from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
-from memtrain.optim.wrappers.release import (
-    ReleaseGradients,
-    call_on_gradient,
-    one_at_a_time,
-    refuse_scaler,
-)
+from memtrain.optim.wrappers.release import ReleaseGradients, refuse_scaler
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
 
@@ -414,11 +410,9 @@ class HostStates(OptimizerWrapper):
         if self._release is None:
             return
         self._release.after = partial(_call_send_back, WeakRef(self))
-        hook = partial(call_on_gradient, WeakRef(self))
         for param, leaf in self._leaves.items():
             leaf.requires_grad_(param.requires_grad)
-            if param.requires_grad and param not in self._handles:
-                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+        hook_gradients(self, self._leaves, self._handles)
 
     def _begin(self) -> None:
         """The options of groups, as they are when a step begins."""

@@ -3,9 +3,8 @@
 import math
 import warnings
 from collections.abc import Callable, Mapping
-from functools import partial, wraps
 from threading import RLock
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,40 +17,23 @@ from memtrain.optim.states.shards import local, wait_for_part
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
-from memtrain.optim.wrappers.backward import Backward
+from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
 from memtrain.optim.wrappers.buckets import hook_buckets
 from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
 from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.release_checks import (
-    REQUIRED,
+    broken_off,
     check_complex,
     check_options,
     check_separable,
     check_separate,
     refuse_scaler,
+    second_gradient,
+    warn_of_late_rates,
 )
-from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, WeakRef
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def one_at_a_time(method: _F) -> _F:
-    """Let a method wait while another thread is in one of its object's methods decorated so.
-
-    Gradients come in several threads: autograd has one for each device, and DDP's all-reduces end
-    in those of their backend.
-
-    Args:
-        method: Of an object with a `_lock`, an `RLock`.
-    """
-
-    @wraps(method)
-    def inner(self: Any, *args: Any) -> Any:
-        with self._lock:
-            return method(self, *args)
-
-    return inner  # pyright: ignore[reportReturnType]
 
 
 class ReleaseGradients(OptimizerWrapper):
@@ -59,36 +41,32 @@ class ReleaseGradients(OptimizerWrapper):
 
     `loss.backward()` updates; `optimizer.step()` afterwards only ends the step: hooks and LR
     schedulers run, options changed from then on hold for the next backward. `zero_grad` discards
-    what waits (sums of fewer passes, gradients of `global_norm`), not what was applied. A parameter
-    used several times (tied) is updated once, after all its uses. What has a gradient that backward
-    did not bring (one assigned by hand) is updated by `step()`.
+    what waits (sums of fewer passes, gradients of `global_norm`), not what was applied. A tied
+    parameter is updated once, after all its uses, and one whose gradient was assigned by `step()`.
 
     Clipping, since no two gradients are there at the same time (but with `global_norm`):
-    `value` holds every element within +-limit; `parameter` scales each gradient whose own norm
-    exceeds the limit; `previous` scales all gradients by the *last* step's global norm (each by
-    its own norm in the first step, and after a norm of 0); `two_pass` is exact: `step(closure)`
-    runs the closure's backward twice, once for the global norm and once to update, with torch's
-    random state put back between them; `global_norm` is exact too: gradients wait, where the
-    parameters are, until `step()` knows the norm of all, which spares nothing but in host memory
-    (`HostStates`).
 
-    With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`, for
-    comparison: whatever changes gradients after backward (`torch.nn.utils.clip_grad_norm_`,
-    `clip_grad_value_`) changes it too, and `step()` raises, for the others had been applied
-    already. (Under DDP, whose buckets give gradients back, its value is compared: clipping that
-    changes nothing is not seen.)
+    - `value` keeps every element within +-limit.
+    - `parameter` scales each gradient whose own norm exceeds the limit.
+    - `previous` scales all gradients by the *last* step's global norm (each by its own norm in the
+      first step, and after a norm of 0).
+    - `two_pass` is exact: `step(closure)` runs the closure's backward twice, for the global norm
+      and to update, with the same random state.
+    - `global_norm` is exact: gradients wait until `step()` knows the norm of all, which spares
+      nothing but in host memory (`HostStates`).
+
+    With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`,
+    which raises if it has changed: `clip_grad_norm_` and its like come too late. (Under DDP, whose
+    buckets give gradients back, its value is compared.)
 
     A gradient with NaN or Inf skips its parameter's update, which `skipped` counts (the first one
-    raises a RuntimeWarning); with
-    `two_pass` and `global_norm` the whole step is skipped, and counted once. A norm above float32's
-    range counts as Inf.
+    raises a RuntimeWarning); `two_pass` and `global_norm` skip the whole step. A norm above
+    float32's range counts as Inf.
 
     A second backward before `step()` (accumulation, reentrant checkpointing of a tied weight) is
-    refused: the first has been applied, and its gradient is gone. With `accumulate=n` the gradients
-    of n backward passes are added up, in one byte an element (`GradientSums` says how exactly), and
-    the n-th applies the sum; what `step()` finds of fewer passes, it applies. A sum is not saved
-    with the state, as gradients are not. Under DDP accumulate in `no_sync()` instead: there
-    gradients stay in their buckets.
+    refused. With `accumulate=n` the gradients of n backward passes are added up in one byte an
+    element (`GradientSums`), and the n-th applies the sum; `step()` applies a sum of fewer. A sum
+    is not saved with the state, as gradients are not. Under DDP accumulate in `no_sync()` instead.
 
     DDP: updates follow each bucket's all-reduce, see `follow`. FSDP2: updates follow the
     reduce-scatter; norms are of the whole parameter, one small all-reduce each.
@@ -99,8 +77,8 @@ class ReleaseGradients(OptimizerWrapper):
         limit: Of the clipping; above 0.
         loss_scale: Gradients are divided by it: what the loss was multiplied with.
         skip_nonfinite: Whether to look for NaN and Inf. On CUDA the host reads all norms at once,
-            when the step ends; a fused optimizer's kernels read each where it lies, before they
-            update. Other optimizers cannot: the host waits for each of their gradients.
+            when the step ends, and a fused optimizer's kernels read each; for other optimizers the
+            host waits for each gradient.
         accumulate: Backward passes that make a step.
         seed: Feeds the stochastic rounding of sums.
 
@@ -195,7 +173,8 @@ class ReleaseGradients(OptimizerWrapper):
         try:
             loss = run(closure)
             refuse_changes(self._kept_gradient)
-            self._warn_of_late_rates()
+            if self._done and self.clip != "global_norm":
+                warn_of_late_rates(self._rates, self._learning_rates())
             self._update_rest()
         except BaseException:
             self.forget_step()
@@ -321,11 +300,7 @@ class ReleaseGradients(OptimizerWrapper):
         return self.clip == "parameter" or (self.clip == "previous" and not self.norm)
 
     def _attach(self) -> None:
-        """Hooks on every parameter that is trained and has none yet."""
-        hook = partial(call_on_gradient, WeakRef(self))
-        for param in self.params():
-            if param.requires_grad and param not in self._handles:
-                self._handles[param] = param.register_post_accumulate_grad_hook(hook)
+        hook_gradients(self, self.params(), self._handles)
         self._fewest = min(map(Tensor.numel, self._handles), default=0)
 
     @torch.no_grad()
@@ -361,12 +336,7 @@ class ReleaseGradients(OptimizerWrapper):
         if self.backward.entered(at_end):
             at_end()
             if self._done or self._sums.waiting:
-                raise RuntimeError(
-                    "a backward before this one raised (out of memory, for example) after "
-                    f"{len(self._done)} of {len(self._handles)} parameters had been updated: call "
-                    "optimizer.zero_grad() after such an error, which ends that step, and go on "
-                    "with the next batch"
-                )
+                raise broken_off(len(self._done), len(self._handles))
 
     @torch.no_grad()
     @one_at_a_time
@@ -404,12 +374,8 @@ class ReleaseGradients(OptimizerWrapper):
         norm = late_norms.norm_of(grad) if self._measures else 0.0
         if isinstance(norm, Tensor):
             self._late.append(LateNorm(param, norm, late_norms.count_of(self.state, param)))
-        else:
-            norm /= self.loss_scale
-            if not math.isfinite(norm) and not self._defers:
-                self._skip(f"the update of a parameter of shape {tuple(param.shape)}")
-                return
-            self._squares += norm * norm
+        elif not self._add_norm(param, norm := norm / self.loss_scale):
+            return
         if self.clip == "global_norm":
             self._waiting.append((param, grad))
         elif self._pass != "measure":
@@ -417,17 +383,6 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _learning_rates(self) -> list[float]:
         return [g["lr"] for g in self.param_groups if isinstance(g.get("lr"), float)]
-
-    def _warn_of_late_rates(self) -> None:
-        """Warn if a learning rate was changed after backward had used the earlier one."""
-        if self._done and self.clip != "global_norm" and self._rates != self._learning_rates():
-            warnings.warn(
-                f"learning rates were {self._rates} in the backward, whose updates used them, and "
-                f"are {self._learning_rates()} in step(): with gradients=release the change comes "
-                f"a step late. {REQUIRED}",
-                RuntimeWarning,
-                stacklevel=3,
-            )
 
     def _update_rest(self) -> None:
         """Apply what a step finds: sums of fewer passes, gradients set by hand, what has waited."""
@@ -438,19 +393,20 @@ class ReleaseGradients(OptimizerWrapper):
                 self._update(param, param.grad)
             param.grad = None
         self._read_norms()
-        self._apply_waiting()
-
-    def _apply_waiting(self) -> None:
-        """Apply what `global_norm` has kept, or skip the step."""
         waiting, self._waiting = self._waiting, []
+        if waiting and self._set_factor():
+            while waiting:
+                self._apply(*waiting.pop(0), 0.0)
+
+    def _set_factor(self) -> bool:
+        """Set the factor that clips by the global norm, or skip the step where it is not finite."""
         norm = math.sqrt(self._squares)
-        if waiting and not math.isfinite(norm):
-            self._skip("a step")
-            self._done.clear()
-            return
-        self._factor = min(1.0, self.limit / (norm + _TINY))
-        while waiting:
-            self._apply(*waiting.pop(0), norm)
+        if math.isfinite(norm):
+            self._factor = min(1.0, self.limit / (norm + _TINY))
+            return True
+        self._skip("a step")
+        self._done.clear()
+        return False
 
     def _apply(self, param: Tensor, grad: Tensor, norm: float | Tensor) -> None:
         guard = norm if isinstance(norm, Tensor) else None
@@ -473,16 +429,16 @@ class ReleaseGradients(OptimizerWrapper):
         late, self._late = self._late, []
         values = uploads.read([one.norm for one in late])
         for one, value in zip(late, values, strict=True):
-            self._count(one, value)
+            if not self._add_norm(one.param, value / self.loss_scale):
+                late_norms.set_count(self.state, one.param, one.count)
 
-    def _count(self, one: LateNorm, value: float) -> None:
-        """Count a norm, or an update that was skipped for it."""
-        norm = value / self.loss_scale
+    def _add_norm(self, param: Tensor, norm: float) -> bool:
+        """Add a gradient's norm to the global one; without a finite one its update is skipped."""
         if math.isfinite(norm) or self._defers:
             self._squares += norm * norm
-        else:
-            self._skip(f"the update of a parameter of shape {tuple(one.param.shape)}")
-            late_norms.set_count(self.state, one.param, one.count)
+            return True
+        self._skip(f"the update of a parameter of shape {tuple(param.shape)}")
+        return False
 
     def _skip(self, what: str) -> None:
         """Count what was skipped for NaN or Inf; warn of the first."""
@@ -506,14 +462,7 @@ class ReleaseGradients(OptimizerWrapper):
             )
         if param in self._done:
             self.backward.refused()
-            raise RuntimeError(
-                f"a second gradient of a parameter of shape {tuple(param.shape)} arrived before "
-                "optimizer.step(): the first has been applied and freed, so gradients cannot be "
-                "accumulated. Call optimizer.step() after every backward, set release.accumulate "
-                "to the number of backward passes of a step, or use gradients=keep; what a loss "
-                "only passes through (a GAN's discriminator) needs requires_grad_(False). "
-                f"{REQUIRED}"
-            )
+            raise second_gradient(param)
 
     def _clip_factor(self, norm: float | Tensor) -> float | Tensor:
         if self.clip in ("two_pass", "global_norm"):
@@ -532,12 +481,8 @@ class ReleaseGradients(OptimizerWrapper):
             self._pass = "measure"
             loss = closure_loss(closure)
             self._read_norms()
-            norm = math.sqrt(self._squares)
-            if not math.isfinite(norm):
-                self._skip("a step")
-                self._done.clear()
+            if not self._set_factor():
                 return loss
-            self._factor = min(1.0, self.limit / (norm + _TINY))
             self._done.clear()
             self._squares = 0.0
             set_random_state(random)
@@ -545,23 +490,3 @@ class ReleaseGradients(OptimizerWrapper):
             return closure_loss(closure)
         finally:
             self._pass = ""
-
-
-def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
-    """Notify the optimizer that a gradient is complete: a hook on each parameter."""
-    optimizer = release()
-    if optimizer is not None:
-        optimizer.on_gradient(param)
-
-
-def released_by(param: Tensor) -> WeakRef[Any]:
-    """Return a weak reference to the optimizer that updates a parameter in the backward, or empty.
-
-    The parameter's own hook has the reference: a copy of a model with its optimizer finds the
-    copied optimizer, and a copy of the model alone finds none.
-    """
-    hooks: Any = getattr(param, "_post_accumulate_grad_hooks", None) or {}
-    for hook in hooks.values():
-        if isinstance(hook, partial) and hook.func is call_on_gradient:
-            return hook.args[0]
-    return WeakRef()

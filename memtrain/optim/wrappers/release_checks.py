@@ -1,6 +1,7 @@
 """Checks of released gradients: what they cannot serve is refused before anything changes."""
 
 import math
+import warnings
 from collections import defaultdict
 from collections.abc import Iterable
 
@@ -63,6 +64,37 @@ def refuse_scaler(release: object) -> None:
             "freed in backward. Without it: multiply the loss by a constant and give it as "
             "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
             "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
+        )
+
+
+def second_gradient(param: Tensor) -> RuntimeError:
+    """The error of a parameter whose gradient comes again before the step has ended."""
+    return RuntimeError(
+        f"a second gradient of a parameter of shape {tuple(param.shape)} arrived before "
+        "optimizer.step(): the first has been applied and freed, so gradients cannot be "
+        "accumulated. Call optimizer.step() after every backward, set release.accumulate "
+        "to the number of backward passes of a step, or use gradients=keep; what a loss "
+        f"only passes through (a GAN's discriminator) needs requires_grad_(False). {REQUIRED}"
+    )
+
+
+def broken_off(done: int, count: int) -> RuntimeError:
+    """The error of a gradient after a backward that raised when some had been applied."""
+    return RuntimeError(
+        "a backward before this one raised (out of memory, for example) after "
+        f"{done} of {count} parameters had been updated: call optimizer.zero_grad() after such an "
+        "error, which ends that step, and go on with the next batch"
+    )
+
+
+def warn_of_late_rates(used: list[float], now: list[float]) -> None:
+    """Warn if a learning rate was changed after backward had used the earlier one."""
+    if used != now:
+        warnings.warn(
+            f"learning rates were {used} in the backward, whose updates used them, and are {now} "
+            f"in step(): with gradients=release the change comes a step late. {REQUIRED}",
+            RuntimeWarning,
+            stacklevel=4,
         )
 
 
