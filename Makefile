@@ -15,7 +15,7 @@ test: $(READY) ## set up, then run everything that CI runs
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --level error
-	$(BIN)/python -m pytest -q -n auto --maxprocesses 8
+	$(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist worksteal
 
 nightly: $(READY) ## the tests that take minutes
 	$(BIN)/python -m pip install -q --no-compile -c constraints.txt -e ".[integrations]"
