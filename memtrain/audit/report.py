@@ -12,6 +12,7 @@ from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.activations.trace.fake_copies import caches_cleared
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.join import join
 from memtrain.audit.peak.measure import measure as measure_peak
@@ -171,6 +172,7 @@ class Report:
         return sorted(rows, key=lambda row: -max(row.plain, row.planned))[:count]
 
 
+@caches_cleared()
 def audit(
     model: nn.Module,
     optimizer: Optimizer,

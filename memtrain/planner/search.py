@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.saved.site import Site
 from memtrain.activations.trace.compiled_parts import compiled_parts
+from memtrain.activations.trace.fake_copies import caches_cleared
 from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import conditions, predict
@@ -106,6 +107,7 @@ def make_plan(
     return fit(model, optimizer, batch, budget, cfg, goal=Goal(**goal)).plan
 
 
+@caches_cleared()
 def fit(
     model: nn.Module,
     optimizer: Optimizer,

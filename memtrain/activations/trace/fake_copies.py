@@ -5,6 +5,7 @@ import functools
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ def fake_copies(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
-    with _caches_cleared(), random_states_restored(), mode:
+    with caches_cleared(), random_states_restored(), mode:
         leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
         for x in (*_tensors(model, optimizer), *leaves):
             if id(x) not in memo:
@@ -89,24 +90,56 @@ def _copied(model: nn.Module, memo: dict[int, Any]) -> nn.Module:
 
 
 @contextmanager
-def _caches_cleared() -> Iterator[None]:
-    """Clear the `functools` caches that hold fake tensors when the block ends."""
+def caches_cleared() -> Iterator[None]:
+    """Clear the `functools` caches that contain fake tensors when the block ends.
+
+    Finding the caches takes a visit to every object of the process. Of the blocks inside another
+    block only the first one does it.
+
+    Example:
+        >>> @functools.cache
+        ... def positions():
+        ...     return torch.ones(2)
+        >>> with caches_cleared(), FakeTensorMode():
+        ...     _ = positions()
+        >>> positions.cache_info().currsize
+        0
+    """
+    outer = _caches.get()
+    token = _caches.set([]) if outer is None else None
     try:
         yield
     finally:
-        kind = functools._lru_cache_wrapper
-        for cache in [x for x in gc.get_objects() if type(x) is kind]:
-            if _is_fake_cache(cache):
+        if token is not None:
+            _caches.reset(token)
+        caches = [] if outer is None else outer
+        caches += () if caches else _all_caches()
+        for cache in caches:
+            if _has_fake(cache):
                 cache.cache_clear()
 
 
-def _is_fake_cache(cache: Any) -> bool:
-    """Whether an entry of a `functools` cache is a fake tensor, or holds one."""
-    if not cache.cache_info().currsize:
-        return False
-    entries = gc.get_referents(cache)  # of an unbounded cache a dict of them
-    entries += [x for one in entries if type(one) is dict for x in one.values()]
-    return any(isinstance(leaf, FakeTensor) for leaf in tree_leaves(entries))
+_caches: ContextVar[list[Any] | None] = ContextVar("_caches", default=None)
+"""The caches that the first block inside the outermost block has found."""
+_CONTAINERS = (dict, tuple, list, set, frozenset)
+_DEPTH = 5
+"""Containers inside a cache, itself included, in which fake tensors are found."""
+
+
+def _all_caches() -> list[Any]:
+    kind = functools._lru_cache_wrapper
+    return [x for x in gc.get_referrers(kind) if type(x) is kind]
+
+
+def _has_fake(cache: Any) -> bool:
+    """Return whether a key or a value of a `functools` cache is or contains a fake tensor."""
+    found = [cache] if cache.cache_info().currsize else []
+    for _ in range(_DEPTH):
+        found = gc.get_referents(*found)
+        if any(isinstance(x, FakeTensor) for x in found):
+            return True
+        found = [x for x in found if isinstance(x, _CONTAINERS)]
+    return False
 
 
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memtrain.activations.trace.fake_copies import caches_cleared
 from memtrain.audit.peak.predict import predict
 from memtrain.audit.peak.timeline import Timeline
 from memtrain.audit.peak.training_step import StepOptions, check_batch
@@ -44,6 +45,7 @@ class Largest:
         return "\n".join(lines)
 
 
+@caches_cleared()
 def largest(  # noqa: PLR0913 (each has a default that serves)
     model: nn.Module,
     optimizer: Optimizer,
