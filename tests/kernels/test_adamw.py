@@ -13,7 +13,8 @@ from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import EXACT, FACTORED, Codec
-from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.step import Entry
+from tests.kernels.steps import fused_step
 
 NUMBERS = {
     "adamw": {"weight_decay": 0.1},

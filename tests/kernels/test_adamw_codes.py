@@ -11,8 +11,9 @@ from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.codecs import Codec
-from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import AdamWScalars
+from tests.kernels.steps import fused_step
 
 CPU = torch.device("cpu")
 # No old moments count: the new ones are g and g * g.

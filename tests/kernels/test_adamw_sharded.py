@@ -11,7 +11,8 @@ from memtrain.kernels.step import shard as shards
 from memtrain.kernels.step import sharded, update_rules
 from memtrain.kernels.step.codecs import ratio
 from memtrain.kernels.step.shard import Shard
-from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.step import Entry
+from tests.kernels.steps import fused_step
 from tests.kernels.test_adamw import CODECS
 
 STEPS = 3

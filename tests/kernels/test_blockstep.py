@@ -20,8 +20,9 @@ from memtrain.kernels.step.codecs import (
     buckets,
     upper_buckets,
 )
-from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import RULES, adamw, lion, sgd
+from tests.kernels.steps import fused_step
 
 FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
 BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]

@@ -12,12 +12,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import cuda_graph, launch, prepared, update_rules
 from memtrain.kernels.step.prepared import PreparedSteps
-from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.table_triton import point
 from memtrain.optim import AdamW4bit
 from memtrain.optim.fused import capturable
 from tests.kernels import test_adamw, test_blockstep, test_entries
 from tests.kernels.kept_steps import step_kept
+from tests.kernels.steps import fused_step
 
 CPU = torch.device("cpu")
 

@@ -8,9 +8,10 @@ import torch
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.split import MasterWeight, merge, split
-from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import sgd
 from tests.kernels import test_adamw, test_blockstep
+from tests.kernels.steps import fused_step
 
 # dtype, the correction's, stochastic
 FORMS = {

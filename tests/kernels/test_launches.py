@@ -17,11 +17,12 @@ from memtrain.kernels import cpu, device_guard, dispatch
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.step import launch, prepared, step
+from memtrain.kernels.step import launch, prepared
 from memtrain.kernels.step.codecs import Codec
 from memtrain.kernels.step.groups import same_kernels
 from tests.kernels import test_adamw
 from tests.kernels.aot_cases import CASES
+from tests.kernels.steps import fused_step
 
 SOURCES = sorted(Path(memtrain.__file__).parent.rglob("*.py"))
 
@@ -215,7 +216,7 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
     )
     monkeypatch.setattr(prepared, "CpuGroup", lambda e: seen["cpu"].extend(e) or on_cpu(e))
     monkeypatch.setattr(launch, "TritonGroup", lambda e: seen["triton"].extend(e) or by_triton(e))
-    step.fused_step(ours)
+    fused_step(ours)
     places = {id(e.param): k for k, e in enumerate(ours)}
     assert {name: [places[id(e.param)] for e in some] for name, some in seen.items()} == {
         "cpu": [0, 3],
@@ -223,7 +224,7 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
     }
     monkeypatch.undo()
     with backend("reference"):
-        step.fused_step(theirs)
+        fused_step(theirs)
     for a, b in zip(ours, theirs, strict=True):
         torch.testing.assert_close(a.param, b.param)
 
@@ -261,7 +262,7 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
         entries.append(exact._replace(states=states, codecs=codecs))
     with backend("triton"):
         for entry in entries:
-            step.fused_step([entry])
+            fused_step([entry])
     # Of six kinds of states; rank-1 takes one launch more, each of two factored ones three.
     assert len(taken) == 2 * (6 + 1 + 3 + 3)
     made = CASES["step.step_triton"] + CASES["step.reduce_triton"]

@@ -8,8 +8,8 @@ import torch
 
 from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.step.prepared import PreparedStep
-from memtrain.kernels.step.step import fused_step
 from tests.kernels.forms import FORMS, entry_of, tensors
+from tests.kernels.steps import fused_step
 from tests.kernels.test_passes import held, unlaunched
 
 __all__ = ["unlaunched"]

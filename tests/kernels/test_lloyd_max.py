@@ -13,8 +13,9 @@ from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import EXACT, FACTORED, LLOYD_MAX
 from memtrain.kernels.step.split import MasterWeight
-from memtrain.kernels.step.step import Entry, fused_step
+from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import later_weight
+from tests.kernels.steps import fused_step
 
 NAMES = ("codes", "scale", "row", "col")
 

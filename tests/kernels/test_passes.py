@@ -9,10 +9,10 @@ from torch import nn
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.step.prepared import PreparedSteps
-from memtrain.kernels.step.step import fused_step
 from memtrain.kernels.step.update_rules import COUNT, on_device
 from tests.kernels.forms import FORMS, entry_of
 from tests.kernels.kept_steps import step_kept
+from tests.kernels.steps import fused_step
 
 TABLE = torch.zeros(2**12, dtype=torch.int64)
 

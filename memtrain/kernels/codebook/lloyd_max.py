@@ -8,7 +8,7 @@ of least squares for that choice, rounded down, so what comes back is never long
 size would come back 1.51 times as large, and grow without end.
 
 No value is zero, so nothing is stuck at zero either; whoever stores with it must take care of what
-is lost (`step.fused_step` gives it to the weight).
+is lost (`PreparedStep` adds it to the weight).
 """
 
 import torch

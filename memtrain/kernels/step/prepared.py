@@ -1,9 +1,4 @@
-"""A step of many tensors, prepared once: checked, grouped, tabulated, then stepped again and again.
-
-A step's way: entries are checked, each goes to the kernels of its device, and entries of one kind
-share a group with a table of addresses (`groups`, `launch`). Another step of the same tensors
-writes its gradients' addresses and its scalars to the tables, and runs the groups.
-"""
+"""Kernel tables of an optimizer step, prepared once: later steps update gradients and scalars."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterable, Sequence
@@ -21,7 +16,6 @@ from memtrain.kernels.step.step import (
     check_entry,
     fits,
     fits_copied,
-    step_copied,
     step_reference,
 )
 
@@ -33,18 +27,43 @@ MOST = 2**14
 
 
 class PreparedStep:
-    """The step of some entries; another one needs new gradients and scalars only.
+    """Kernel tables of an optimizer step: decompress the states, update, compress them again.
+
+    The update uses the new states before they are quantized (factored: the new second moment as its
+    factors give it), in float32, and rounds the parameter once, to the nearest value of its dtype.
+    One C++ call (CPU), or a few launches per kind of entry (CUDA), update all contiguous parameters
+    in float32, bfloat16 and float16. For other layouts (channels-last weights) the kernels update a
+    contiguous copy. The reference updates float64 parameters.
+
+    NaN and Inf in a gradient affect the parameter as in torch, and in the states the element's
+    block (block), the element (rank-1) or the whole tensor (factored).
 
     Args:
-        entries: As `step.fused_step` takes them; they are kept until the first `run` ends.
+        entries: Parameters to update, on any devices; those without elements are skipped. The
+            entries are kept until the first `run` ends.
 
     Raises:
-        ValueError: As `step.fused_step`.
+        ValueError: If no kernel has an entry's rule with its codecs, or a payload has another size.
         RuntimeError: Inside a capture, where scalars are on the device and kernels need a table:
             it travels there from host memory, which a graph would not repeat.
 
     Memory:
-        As `CpuGroup` and `TritonGroup`.
+        As `CpuGroup` and `TritonGroup`: no parameter-sized temporaries, but vectors for rows and
+        columns, and copies of the largest parameter that is not contiguous.
+
+    Example:
+        >>> import torch
+        >>> from memtrain.kernels.step import update_rules
+        >>> from memtrain.kernels.step.codecs import EXACT
+        >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
+        >>> h = update_rules.sgd(lr=0.25, momentum=0.9)
+        >>> PreparedStep([Entry(p, g, (buffer,), (EXACT,), "sgd", h)]).run()
+        >>> p
+        tensor([0.7500, 0.7500])
+
+    Reference:
+        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
+        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -117,15 +136,21 @@ class PreparedStep:
             if chosen == "reference" or not fits_copied(entry):
                 step_reference(entry)
             else:
-                step_copied(entry, _step_now)
+                _step_copied(entry)
         if self._sharded and not is_simulated():
             from memtrain.kernels.step import sharded
 
             sharded.step([entries[k] for k in self._sharded])
 
 
-def _step_now(entries: Sequence[Entry]) -> None:
-    PreparedStep(entries).run()
+def _step_copied(entry: Entry) -> None:
+    """Update contiguous copies of an entry's tensors, and copy the results back."""
+    param, master = entry.param.detach(), entry.master.contiguous()
+    own = entry._replace(param=param.contiguous(), grad=entry.grad.contiguous(), master=master)
+    PreparedStep([own]).run()
+    param.copy_(own.param)
+    if entry.master.correction is not None and master.correction is not None:
+        entry.master.correction.copy_(master.correction)
 
 
 def _backends(entries: Sequence[Entry]) -> list[str]:

@@ -24,7 +24,7 @@ from memtrain.kernels.step.step import (
 
 
 def step(entries: Sequence[Entry]) -> None:
-    """`step.fused_step` for entries with a rank-1 or factored state that have a `shard`.
+    """`PreparedStep` for entries with a rank-1 or factored state that have a `shard`.
 
     Each process of the shards' groups must call it, with the same entries in the same order; parts
     may be empty. The new scales are bit for bit those of the whole tensor, the factors are so but

@@ -1,7 +1,7 @@
 """One optimizer step over many tensors at once, with their states compressed."""
 
 from array import array
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import NamedTuple
@@ -78,66 +78,6 @@ class Entry(NamedTuple):
 def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
     """`Entry.form` and `Entry.bits`: an optimizer has few kinds, asked for at each step."""
     return (codecs[-1].form, codecs[0].bits) if codecs else ("none", 0)
-
-
-def fused_step(given: Sequence[Entry]) -> None:
-    """Decompress the states, take one step, compress them again: for all entries.
-
-    The step uses the new states before they are quantised (factored: the new second moment as its
-    factors give it), in float32, and rounds the new parameter once, to the nearest value of its
-    dtype. One C++ call (CPU), or a few launches for each kind of entries (CUDA), serve all
-    contiguous parameters of float32, bfloat16 and float16 with gradients of any of these. Of other
-    layouts (channels-last weights) the kernels step a contiguous copy, one parameter at a time; for
-    float64, and in a step that a CUDA graph may capture, the reference does. A gradient that is not
-    contiguous is copied first. Parameters may lie on several devices: each is stepped by its own
-    device's kernels.
-
-    NaN and Inf in a gradient reach the parameter as in torch, and stay in the states of the
-    element's block (block), of the element alone (rank-1, as `rank1.quantize` says), or of the
-    whole tensor (factored).
-
-    Args:
-        given: What to update. Parameters without elements are skipped.
-
-    Memory:
-        No parameter-sized temporaries in the C++ and Triton forms; rank-1 and factored hold
-        vectors of rows and columns (and 1/64 of a float32 gradient, factored) for the call. The
-        copies of the largest parameter that is not contiguous, of its correction and gradient.
-
-    Raises:
-        ValueError: If no kernel serves an entry's rule with its codecs, or a payload has another
-            size; nothing was changed then.
-
-    Example:
-        >>> from memtrain.kernels.step.codecs import EXACT
-        >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
-        >>> h = update_rules.sgd(lr=0.25, momentum=0.9)
-        >>> fused_step([Entry(p, g, (buffer,), (EXACT,), "sgd", h)])
-        >>> p
-        tensor([0.7500, 0.7500])
-
-    Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
-        Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.
-    """
-    from memtrain.kernels.step.prepared import PreparedStep
-
-    PreparedStep(given).run()
-
-
-def step_copied(entry: Entry, step: Callable[[list[Entry]], None]) -> None:
-    """Step contiguous copies in the place of an entry's parameter, correction and gradient.
-
-    Args:
-        entry: Whose `fits_copied`.
-        step: Steps the list of the one entry.
-    """
-    param, master = entry.param.detach(), entry.master.contiguous()
-    own = entry._replace(param=param.contiguous(), grad=entry.grad.contiguous(), master=master)
-    step([own])
-    param.copy_(own.param)
-    if entry.master.correction is not None and master.correction is not None:
-        entry.master.correction.copy_(master.correction)
 
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:

@@ -18,7 +18,7 @@ class AdamW4bit(FusedStates):
     Same update as `torch.optim.AdamW`, and as `torch.optim.Adam` with
     `decoupled_weight_decay=False`. Parameters may be float32, bfloat16 or float16 (the update is
     made in float32 and rounded once). A gradient with NaN or Inf spoils its element as in torch,
-    and the moments of its block (see `step.fused_step`): skip such steps, as `GradScaler`
+    and the moments of its block (see `PreparedStep`): skip such steps, as `GradScaler`
     does. A coordinate whose gradient is always zero does not move.
 
     `second` may be `"Rank-1/Linear"`, `"B128/Linear"` or `"factored"`, each with a fused kernel;

@@ -6,20 +6,20 @@ from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor
+from memtrain.compressors.base import Compressor, Packed
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.codecs import EXACT, Codec
 from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.split import PLAIN, MasterWeight
-from memtrain.kernels.step.step import Entry, has_kernel
+from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Number, Scalars, on_device
 from memtrain.optim.fused import capturable
-from memtrain.optim.fused.given import Given, given_to
+from memtrain.optim.fused.given import USUAL, Given, given_to
 from memtrain.optim.fused.payloads import (
     as_payload,
     codec_of,
@@ -44,24 +44,23 @@ from memtrain.optim.states.untraced import untraced
 
 Fused = TypeVar("Fused", bound="FusedStates")
 _CPU = torch.device("cpu")
-_USUAL = (nn.Parameter, Tensor)  # neither split over processes nor of another kind
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
 }
 
 
 class FusedStates(CompressedStates):
-    """Base of the fused optimizers: the loop of `step`, first states, checks.
+    """Base class of the fused optimizers: `step`, state creation and argument checks.
 
-    A subclass names its kernel's rule, the plain optimizer that it stands for and the states of a
-    parameter, and gives the scalars of a step.
+    A subclass sets `rule` (the kernel), `plain` (the equivalent torch optimizer) and `names` (the
+    states), and implements `scalars`.
 
     Args:
         params: Parameters or groups of them.
-        defaults: Of the groups' options.
+        defaults: Defaults of the groups' options.
         first: Name of the compressor of signed states, by default `first_default`.
         second: Name of the compressor of states that are never negative.
-        min_elements: Parameters of at most so many elements keep float32 states.
+        min_elements: Parameters with at most this many elements keep float32 states.
     """
 
     separable: ClassVar[bool] = True
@@ -135,13 +134,12 @@ class FusedStates(CompressedStates):
         guards: Mapping[Tensor, Tensor] | None = None,
         keeps_steps: bool | None = None,
     ) -> Iterator[None]:
-        """Let steps inside the block read what stands beside parameters.
+        """Use master weights and guards in the steps inside the block.
 
         Args:
-            masters: Are read in the place of these parameters, and written.
-            guards: Where one of them is not finite, its parameter and states are left as they are.
-            keeps_steps: Whether what is prepared for these steps may serve later ones: False for
-                parameters that live for one step.
+            masters: Master weights, read and written in place of these parameters.
+            guards: A scalar per parameter. If it is not finite, the kernel skips the update.
+            keeps_steps: Whether kernel tables are cached: False for temporary parameters.
         """
         given = {"_masters": masters, "_guards": guards, "_keeps_steps": keeps_steps}
         given = {name: value for name, value in given.items() if value is not None}
@@ -188,9 +186,9 @@ class FusedStates(CompressedStates):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse gradients and for parameters without data (of the meta
-                device); nothing was changed then.
-            ValueError: For a group's option that is out of range; nothing was changed then.
+            RuntimeError: For sparse gradients and for parameters on the meta device.
+            ValueError: For options out of range, and states of another size or device. If `step`
+                raises one of these errors, nothing has changed.
         """
         loss = closure_loss(closure)
         given = self._given()
@@ -215,14 +213,11 @@ class FusedStates(CompressedStates):
         return loss
 
     def _increase_versions(self) -> None:
-        """Count a change of each parameter that was stepped: kernels write past autograd.
-
-        A backward that needs a weight as it was before the step is then refused, as by torch.
-        """
+        """Increment the versions of updated parameters: kernels write through data pointers."""
         if is_simulated():
             return
         stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        stepped += [local(param) for param in stepped if type(param) not in _USUAL]
+        stepped += [local(param) for param in stepped if type(param) not in USUAL]
         torch.autograd.graph.increment_version(stepped)
 
     @cached_property
@@ -230,7 +225,7 @@ class FusedStates(CompressedStates):
         return PreparedSteps()
 
     def _given(self) -> Given | None:
-        """What a step works on; None where none that was prepared can serve."""
+        """Return the tensors of this step; None if a cached step cannot be used."""
         if not self._keeps_steps:
             return None
         if is_simulated() and not any(group.get("capturable") for group in self.param_groups):
@@ -239,7 +234,7 @@ class FusedStates(CompressedStates):
         return given_to(self.param_groups, names, self.state, self._masters, self._guards)
 
     def _inputs(self, prepared: PreparedStep, given: Given) -> Inputs:
-        """Of another step of the same tensors."""
+        """Return the gradients and scalars of a later step of the same tensors."""
         scalars: list[Scalars | Tensor] = []
         on_host = self.counts and not any(g.get("capturable") for g in self.param_groups)
         counts = given.count() if on_host else None
@@ -254,7 +249,8 @@ class FusedStates(CompressedStates):
         return Inputs(given.grads, scalars, states, given.seeds, given.guards)
 
     def _prepare_and_step(self) -> None:
-        """Step by entries of their own, and keep what was prepared for a next step."""
+        """Build the kernel tables, run the step, and cache the tables."""
+        self._check_states()
         entries = [entry for group in self.param_groups for entry in self._entries(group)]
         given = self._given()
         prepared = PreparedStep(entries)
@@ -262,32 +258,56 @@ class FusedStates(CompressedStates):
         if given is not None and prepared.lasting and len(entries) == len(given.params):
             self._steps.keep(given.first, given.signature, prepared)
 
+    def _check_states(self) -> None:
+        """Raise `ValueError` for states of another size or device, before anything changes."""
+        for group in () if is_simulated() else self.param_groups:
+            names = self.state_names(group)
+            for param in group["params"]:
+                state = self.state.get(param, {})
+                if param.grad is None or any(state.get(name) is None for name in names):
+                    continue
+                compressors, codecs = self._kept_as(param, names)
+                if codecs is not None:
+                    no_scalars: Any = ()
+                    check_entry(self._entry(param, state, names, codecs, no_scalars))
+                    continue
+                for name, compressor in zip(names, compressors, strict=True):
+                    if isinstance(state[name], dict):
+                        payload = Packed(state[name], local(param).shape, torch.float32)
+                        compressor.check_payload(payload)
+
     def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
-        """The kernel's entries of a group; what no kernel serves is stepped at once."""
+        """Yield an entry per parameter; update those without a fused kernel at once."""
         params = [param for param in group["params"] if param.grad is not None]
         names = self.state_names(group)
         for param, scalars in zip(params, self._scalars(group, params), strict=True):
-            entry = self._entry(param, names, scalars)
-            if entry is not None:
-                yield entry
+            state = self.state[param] if names else {}
+            compressors, codecs = self._kept_as(param, names)
+            for name, compressor in zip(names, compressors, strict=True):
+                if state.get(name) is None:
+                    state[name] = zeros(compressor, param)
+            if codecs is None:
+                self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
+            elif names or not self._step_without_states(param, scalars):
+                yield self._entry(param, state, names, codecs, scalars)
+
+    def _step_without_states(self, param: Tensor, scalars: Scalars | Tensor) -> bool:
+        """Update a parameter that has no states; return False to leave it to the kernel."""
+        return False
 
     def _entry(
-        self, param: Tensor, names: tuple[str, ...], scalars: Scalars | Tensor
-    ) -> Entry | None:
-        """A parameter's entry, its first states made; None where it was stepped here."""
-        state = self.state[param] if names else {}
-        compressors, codecs = self._kept_as(param, names)
-        for name, compressor in zip(names, compressors, strict=True):
-            if state.get(name) is None:
-                state[name] = zeros(compressor, param)
-        if codecs is None:
-            self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
-            return None
+        self,
+        param: Tensor,
+        state: dict[str, Any],
+        names: tuple[str, ...],
+        codecs: tuple[Codec, ...],
+        scalars: Scalars | Tensor,
+    ) -> Entry:
         master = self._masters.get(param, PLAIN) if self._masters else PLAIN
         guard = self._guards.get(param) if self._guards else None
         grad = param.grad
-        usual = type(param) in _USUAL and not param.is_complex()
-        if usual and grad is not None and type(grad) in _USUAL:
+        usual = type(param) in USUAL and not param.is_complex()
+        if usual and grad is not None and type(grad) in USUAL:
             values = [state[name] for name in names]
             parts = tuple([v if isinstance(v, dict) else {"tensor": v} for v in values])
             return Entry(param, grad, parts, codecs, self.rule, scalars, None, master, guard)
@@ -323,7 +343,7 @@ class FusedStates(CompressedStates):
         compressors: dict[str, Compressor],
         scalars: Scalars | Tensor,
     ) -> None:
-        """Step compressors that no kernel serves: their states exist in float32 for a moment."""
+        """Update a parameter whose compressors have no fused kernel, with float32 states."""
         why = f"{[*compressors.values()]} have no fused kernel, their states move at each step"
         cuda_graph.refuse(type(self).__name__, why)
         guard = self._guards.get(param)
@@ -353,7 +373,7 @@ class FusedStates(CompressedStates):
         return step
 
     def _turns(self, params: Sequence[Tensor]) -> list[float]:
-        """Count a step of parameters; the first is 1. Optimizers without a counter say 1 or 2."""
+        """Increment and return the step counters; without counters 1, then 2."""
         if not self.counts:
             return [2.0 if self.state.get(param) else 1.0 for param in params]
         steps = [self._counter(param, _CPU) for param in params]

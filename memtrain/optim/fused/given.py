@@ -14,9 +14,8 @@ from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.optim.fused.payloads import as_payload
 from memtrain.optim.states.shards import local, local_gradient, shard_of
 
-USUAL = (nn.Parameter, Tensor)
-"""Types of tensors that are neither split over processes nor of another kind."""
-_USUAL = {*USUAL}
+USUAL = {nn.Parameter, Tensor}
+"""Types of tensors that are not sharded, and no other subclass."""
 _DENSE = {torch.strided}
 
 
@@ -104,7 +103,7 @@ def given_to(
     if any(names) and not {*map(type, found)} <= {dict}:
         return None
     parts, own, shards = [], params, []
-    if not {*map(type, chain(params, grads))} <= _USUAL:
+    if not {*map(type, chain(params, grads))} <= USUAL:
         if any(p.is_complex() for p in params):
             return None
         own, grads = [*map(local, params)], [*map(local_gradient, params)]

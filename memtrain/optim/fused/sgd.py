@@ -8,7 +8,6 @@ from torch.optim import SGD
 from torch.optim.sgd import sgd as plain_sgd
 
 from memtrain.kernels.step.split import PLAIN
-from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import Number, Scalars, SGDScalars, sgd
 from memtrain.optim.fused.capturable import check_numbers, number
 from memtrain.optim.fused.fused import FusedStates, variant
@@ -113,18 +112,16 @@ class SGD4bit(FusedStates):
         options = {name: group[name] for name in names}
         return sgd(lr=number(group, group["lr"]), first=bool(turn == 1), **options)
 
-    def _entry(
-        self, param: Tensor, names: tuple[str, ...], scalars: Scalars | Tensor
-    ) -> Entry | None:
-        if names or self._masters.get(param, PLAIN).any or isinstance(scalars, Tensor):
-            return super()._entry(param, names, scalars)
-        # Without momentum there is nothing to compress: torch's own step, one parameter's at once.
+    def _step_without_states(self, param: Tensor, scalars: Scalars | Tensor) -> bool:
+        if self._masters.get(param, PLAIN).any or isinstance(scalars, Tensor):
+            return False
+        # Without momentum there is nothing to compress: torch's own step for one parameter.
         h: Any = scalars
         options = {"weight_decay": h.l2, "lr": h.lr, "maximize": h.sign < 0}
         still = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
         grad = local_gradient(param)
         plain_sgd([local(param)], [grad], [None], foreach=False, **still, **options)
-        return None
+        return True
 
 
 SGD8bit = variant(
