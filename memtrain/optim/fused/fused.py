@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor, Packed
+from memtrain.compressors.base import Compressor
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.codecs import EXACT, Codec
@@ -32,6 +32,7 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
+    refuse_meta,
     refuse_sparse,
 )
 from memtrain.optim.states.per_parameter import PerParameter
@@ -196,7 +197,7 @@ class FusedStates(CompressedStates):
         if prepared is None:
             params = [p for g in self.param_groups for p in g["params"]]
             refuse_sparse(params, type(self).__name__)
-            _refuse_meta(params, type(self).__name__)
+            refuse_meta(params, type(self).__name__)
         capturable.check(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             self.check(group)
@@ -271,10 +272,7 @@ class FusedStates(CompressedStates):
                     no_scalars: Any = ()
                     check_entry(self._entry(param, state, names, codecs, no_scalars))
                     continue
-                for name, compressor in zip(names, compressors, strict=True):
-                    if isinstance(state[name], dict):
-                        payload = Packed(state[name], local(param).shape, torch.float32)
-                        compressor.check_payload(payload)
+                layout.check_payloads(compressors, [state[name] for name in names], param)
 
     def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
         """Yield an entry per parameter; update those without a fused kernel at once."""
@@ -443,26 +441,6 @@ class FusedStates(CompressedStates):
 
 
 def variant(base: type[Fused], name: str, summary: str, **attributes: Any) -> type[Fused]:
-    """Make a subclass of a fused optimizer that differs in class attributes only.
-
-    Args:
-        base: The class, in whose module the new one is assigned to its name.
-        name: Of the new class.
-        summary: Its docstring.
-        attributes: Class attributes, such as `bits` and the default compressors.
-
-    Returns:
-        The class; its arguments, errors and update are those of `base`.
-    """
+    """Return a subclass with another docstring and other class attributes, in the base's module."""
     own = {"__doc__": summary, "__module__": base.__module__, **attributes}
     return type(name, (base,), own)  # pyright: ignore[reportReturnType]
-
-
-def _refuse_meta(params: Sequence[Tensor], owner: str) -> None:
-    for param in params:
-        if param.is_meta and param.grad is not None and not is_simulated():
-            raise RuntimeError(
-                f"{owner} requires all the params to hold data, got one of shape "
-                f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
-                "before the first step"
-            )

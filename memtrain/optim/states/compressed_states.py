@@ -1,6 +1,6 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
+from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
@@ -324,6 +325,17 @@ def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, 
         for i, param in enumerate(group["params"]):
             found.append((param, group, names[i] if names else f"{g}.{i}"))
     return found
+
+
+def refuse_meta(params: Sequence[Tensor], owner: str) -> None:
+    """Raise `RuntimeError` for a parameter on the meta device that has a gradient."""
+    for param in params:
+        if param.is_meta and param.grad is not None and not is_simulated():
+            raise RuntimeError(
+                f"{owner} requires all the params to hold data, got one of shape "
+                f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
+                "before the first step"
+            )
 
 
 def refuse_sparse(params: list[Tensor], owner: str) -> None:

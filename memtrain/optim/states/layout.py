@@ -260,6 +260,13 @@ def unpack(
     return shards.sharded_like(whole, like)
 
 
+def check_payloads(compressors: Iterable[Compressor], stored: Iterable[Any], like: Tensor) -> None:
+    """Raise `ValueError` for a stored payload of another size than that of a state of `like`."""
+    for compressor, value in zip(compressors, stored, strict=True):
+        if isinstance(value, dict):
+            compressor.check_payload(Packed(value, shards.local(like).shape, torch.float32))
+
+
 def is_packed(value: Any, parts: Collection[str]) -> bool:
     """Whether a state's value is a payload: a dict of these parts."""
     return isinstance(value, dict) and bool(value) and all(name in parts for name in value)
