@@ -257,6 +257,8 @@ def patch(compressor, x, packed, key):
     error = range_error(lo, hi, 3, share, kind, ends if kind == torch.float32 else torch.float32)
     # both levels around a value were rounded
     error = error + 2 * last_place(kind, torch.maximum(lo.abs(), hi.abs()))
+    # what is not finite decodes to a bound, which was rounded outwards
+    error = torch.where(clean, error, error + outward_error(lo, hi, torch.bfloat16))
     return torch.where(some, target, torch.nan), error
 
 
@@ -349,11 +351,13 @@ def lloyd_max(compressor, x, packed, key):
     if not x.numel() or not x.isfinite().all():
         return x, torch.full_like(x, math.inf, dtype=torch.float64)
     size, y = row.unsqueeze(1) * col, compressor.decompress(packed).double()
-    before, after = (t.double().reshape(size.shape) / size.where(size > 0, 1) for t in (x, y))
+    least = y.abs() - last_place(x.dtype, y.abs())  # before it was rounded to the dtype
+    pair = (x.double(), least.clamp_min(0))
+    before, after = (t.reshape(size.shape) / size.where(size > 0, 1) for t in pair)
     before, after = before.where(size > 0, 0.0), after.where(size > 0, 0.0)
     blocks = [F.pad(t.flatten(), (0, -t.numel() % 128)).view(-1, 128) for t in (before, after)]
     one, other = (t.square().sum(1) for t in blocks)
-    assert (other <= one * (1 + 2 * torch.finfo(x.dtype).eps + 256 * U) + 2.0**-60).all()
+    assert (other <= one * (1 + 256 * U) + 2.0**-60).all()
     scale = packed.tensors["scale"].double().repeat_interleave(128)[: x.numel()].view(size.shape)
     error = torch.maximum(x.double().abs().reshape(size.shape), lloyd.LARGE * scale * size)
     return x, error * (1 + 8 * U) + last_place(x.dtype, error) + 2.0**-149
