@@ -1,4 +1,4 @@
-"""Bits that are decided while training runs: what stands in a plan until they are."""
+"""Placeholder for compressors whose bit widths are chosen during training."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,12 +14,12 @@ from memtrain.compressors.samples import Samples
 
 @dataclass(frozen=True, kw_only=True)
 class Auto(Compressor):
-    """A rule's `bits: auto`: a compressor whose widths somebody else decides.
+    """A rule's `bits: auto`: a compressor whose widths are chosen during training.
 
-    Alone it is its template, with the template's own bits.
+    Until then the template's own bits are used.
 
     Args:
-        template: A `Group`, a `Samples`, or a `Host` of one; everything but its bits holds.
+        template: A `Group`, a `Samples`, or a `Host` with one of them.
 
     Raises:
         ValueError: If the template is another compressor.
@@ -37,29 +37,33 @@ class Auto(Compressor):
     template: Any
 
     def __post_init__(self) -> None:
-        inner = _inner(self.template)
-        if not isinstance(inner, Group | Samples):
-            name = type(inner).__name__
+        if not isinstance(self._inner, Group | Samples):
+            name = type(self._inner).__name__
             raise ValueError(f"bits='auto' for {name}; allowed: group, samples, host of one")
+
+    @property
+    def _inner(self) -> Any:
+        return self.template.inner if isinstance(self.template, Host) else self.template
 
     @property
     def per_sample(self) -> bool:
         """Whether samples may get different widths."""
-        return isinstance(_inner(self.template), Samples)
+        return isinstance(self._inner, Samples)
 
     @property
     def group_size(self) -> int:
         """Elements per group."""
-        return _inner(self.template).group_size
+        return self._inner.group_size
 
     def with_bits(self, widths: Sequence[int]) -> Compressor:
         """Return the template with these widths.
 
         Args:
-            widths: For equal parts of the samples; of several, a `Group` takes the mean, rounded
-                down.
+            widths: Widths for equal parts of the samples. A `Group` takes their mean, rounded down.
         """
-        return _with_bits(self.template, tuple(widths))
+        bits = tuple(widths) if self.per_sample else sum(widths) // len(widths)
+        inner = replace(self._inner, bits=bits)
+        return Host(inner=inner) if isinstance(self.template, Host) else inner
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Return the template's payload."""
@@ -68,15 +72,3 @@ class Auto(Compressor):
     def decompress(self, packed: Packed) -> Tensor:
         """Return the template's tensor."""
         return self.template.decompress(packed)
-
-
-def _inner(template: Any) -> Group | Samples:
-    return template.inner if isinstance(template, Host) else template
-
-
-def _with_bits(template: Any, widths: tuple[int, ...]) -> Compressor:
-    if isinstance(template, Host):
-        return Host(inner=_with_bits(template.inner, widths))
-    if isinstance(template, Samples):
-        return replace(template, bits=widths)
-    return replace(template, bits=sum(widths) // len(widths))

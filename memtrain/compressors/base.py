@@ -1,4 +1,4 @@
-"""The compressor protocol: a frozen value that converts a tensor to a payload and back."""
+"""The protocol of compressors: frozen values that convert a tensor to a payload and back."""
 
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -21,8 +21,8 @@ _MASK = (1 << 64) - 1
 class Key(NamedTuple):
     """Key of the random bits: equal keys give equal payloads.
 
-    `site` is a number made from the site's name; `rank` is 0 for replicated tensors; a
-    recomputation reuses its key.
+    `site` is a hash of the site's name. `rank` is 0 for replicated tensors. A recomputation uses
+    the key of its forward.
     """
 
     seed: int = 0
@@ -63,10 +63,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Keep:
-    """The decision to keep a tensor as it is, in place of a compressor.
-
-    Args:
-        reason: The reason, as reports show it.
+    """The decision to keep a tensor as it is, with the reason that reports print.
 
     Example:
         >>> Keep("no rule matches").reason
@@ -85,39 +82,37 @@ EVERY_ROLE = SAVED | {STATE}
 
 @runtime_checkable
 class Compressor(Protocol):
-    """A frozen dataclass without mutable state that converts a tensor to a payload and back.
+    """A frozen dataclass that converts a tensor to a payload and back.
 
     A subclass defines `compress` and `decompress`, and names the payload's tensors in `parts`.
-    Every other attribute has a default, and users of a compressor read nothing else. It also works
-    on tensors without data (meta and fake), so that bytes are known before training.
-    `decompress` refuses a payload whose sizes differ from those that `compress` gives for the
-    shape: kernels read memory by address.
+    Callers read no attribute besides these. A compressor also accepts tensors without data (meta
+    and fake), so that bytes are known before training. `decompress` raises for a payload whose
+    sizes do not match its shape, because kernels read memory by address.
 
     Attributes:
-        parts: Names of the payload's tensors: a state that is a dict with these keys is a payload.
-            Empty: not allowed for optimizer states.
-        roles: Where a config may use it: members of `EVERY_ROLE`.
-        signed: Whether negative values are preserved; else not allowed for states with a sign.
-        rounding: `"stochastic"` where `compress` reads its key, else `"nearest"`.
-        bits: Bits per element, where they can be chosen.
-        first_moment: Whether it can store a momentum: positive and negative values have errors
-            of the same distribution.
-        second_moment: Whether it can hold Adam's second moment, by whose root the update is
-            divided: no positive number may come back as zero or below.
-        shaped: Whether `compress` wants a saved activation as it is, any strides, and gives back
-            its order of dimensions in memory. Others get the elements in memory order, 1-d.
-        reads_rows: Whether `compress` also takes a matrix with gaps between its rows, and copies
-            none. Then a saved activation that lies so in memory is given as it lies, and
-            `decompress` is asked for another shape of as many elements, in the same order.
+        parts: Names of the payload's tensors. A state that is a dict with these keys is a payload.
+            A compressor without parts cannot store optimizer states.
+        roles: Where a config may use the compressor: members of `EVERY_ROLE`.
+        signed: Whether negative values are preserved. If not, states with a sign are refused.
+        rounding: `"stochastic"` if `compress` reads its key, else `"nearest"`.
+        bits: Bits per element, if they can be chosen.
+        first_moment: Whether a momentum can be stored: errors of positive and negative values
+            have the same distribution.
+        second_moment: Whether Adam's second moment can be stored: no positive number decodes to
+            zero or below.
+        shaped: Whether `compress` takes a saved activation with its shape and strides, and
+            `decompress` restores the order of dimensions. Others take a 1-d tensor in memory order.
+        reads_rows: Whether `compress` reads a matrix with gaps between its rows without a copy.
+            `decompress` may then return another shape with as many elements.
         whole_rows: Whether `for_saved` depends on the shape of a saved activation.
         is_identity: Whether the payload is the tensor itself.
-        lossless: Whether every number comes back exactly.
-        gives_derivative: Whether `decompress` gives a derivative at the tensor, not the tensor.
-        fused_only: Whether only a fused step may write it as a state, because its residual goes to
-            the weight.
+        lossless: Whether every number is restored exactly.
+        gives_derivative: Whether `decompress` returns a derivative at the tensor.
+        fused_only: Whether only a fused step may write a state with it, because the step adds the
+            residual to the weight.
         zeros_from_zeros: Whether a payload of zero bytes decodes to zeros.
-        by_rows: How checkpoints of sharded states lay out its payload (`optim.states.rows`):
-            `block`, `rank1` or `factored`; of others they hold plain tensors.
+        by_rows: Layout of the payload in checkpoints of sharded states (`optim.states.rows`).
+            Without a layout, checkpoints contain the decompressed tensor.
 
     Example:
         >>> from memtrain.compressors import Group, Identity
@@ -143,16 +138,13 @@ class Compressor(Protocol):
     by_rows: str = ""
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Make the class's `decompress` check its payload first."""
+        """Make `decompress` check its payload first."""
         super().__init_subclass__(**options)
         if "decompress" in vars(cls):
             setattr(cls, "decompress", _checked(cls.decompress))  # noqa: B010 (a method's type)
 
     def check_payload(self, packed: Packed) -> None:
-        """Raise for a payload whose tensors have other sizes than its shape needs.
-
-        Args:
-            packed: The payload, with the shape and dtype of the tensor.
+        """Check the sizes of a payload's tensors.
 
         Raises:
             ValueError: If a part is missing or has another number of elements.
@@ -164,7 +156,7 @@ class Compressor(Protocol):
             Traceback (most recent call last):
             ValueError: 'codes' has 64 elements; Block(...) needs 512 for a tensor of shape (1000,)
         """
-        if not all(map(_has_memory, packed.tensors.values())):
+        if any(part.is_meta or isinstance(part, FakeTensor) for part in packed.tensors.values()):
             return
         for name, size in _sizes(self, tuple(packed.shape), packed.dtype):
             part = packed.tensors.get(name)
@@ -186,12 +178,11 @@ class Compressor(Protocol):
         ...
 
     def serves(self, role: str) -> bool:
-        """Return whether a config may use it in a role."""
-        named = bool(self.parts) if role == STATE else True
-        return role in self.roles and named
+        """Return whether a config may use the compressor in a role."""
+        return role in self.roles and (bool(self.parts) or role != STATE)
 
     def with_width(self, bits: int) -> "Compressor":
-        """Return the same compressor with another number of bits; it needs a field `bits`."""
+        """Return the same compressor with another number of `bits`."""
         return replace(self, bits=bits)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def kernels(
@@ -200,27 +191,27 @@ class Compressor(Protocol):
         """Return specialized `compress` and `decompress` functions for tensors like `x`, or None.
 
         Args:
-            x: A plain dense tensor, or a matrix with gaps between its rows; the functions serve
+            x: A plain dense tensor, or a matrix with gaps between its rows. The functions accept
                 every tensor with the same shape, strides, dtype and device.
-            shape: Of what `decompress` returns: as many elements.
+            shape: Shape of the decompressed tensor.
 
         Returns:
-            A function `(tensor, seed)` that gives the payload's tensors, in the order of `parts`,
-            of the elements as they lie in memory; one `(*payload's tensors)` that gives the tensor,
-            contiguous; and a payload's bytes.
+            A function from `(tensor, seed)` to the payload's tensors in the order of `parts`, which
+            reads elements in memory order; a function from these tensors to the contiguous tensor;
+            and the bytes of a payload.
         """
         return None
 
     def group_codes(self, key: Key) -> "Codes | None":
-        """Return how kernels that quantise their own result make this payload, or None."""
+        """Return the options of kernels that compress their own result to this payload, or None."""
         return None
 
     def compress_part(self, x: Tensor, *, key: Key, shard: "Shard") -> Packed:
-        """Compress this process's part of a state; every process of its groups must call this."""
+        """Compress this process's part of a state; collective over the shard's process groups."""
         return self.compress(x, key=key)
 
     def decompress_part(self, packed: Packed, *, shard: "Shard") -> Tensor:
-        """Decompress the result of `compress_part`; every process of its groups must call this."""
+        """Decompress the result of `compress_part`; collective over the shard's groups."""
         return self.decompress(packed)
 
     def for_shape(self, shape: torch.Size) -> "tuple[Compressor, str]":
@@ -228,17 +219,13 @@ class Compressor(Protocol):
         return self, ""
 
     def for_saved(self, shape: torch.Size) -> "Compressor":
-        """Return the compressor for a saved activation of this shape; `compress` sees it flat."""
+        """Return the compressor for a saved activation of this shape."""
         return self
 
     def for_rows(self, columns: int) -> "tuple[Compressor, str]":
-        """Return a compressor whose payload does not depend on how rows are split over processes.
+        """Return a compressor whose payload is independent of the split of rows over processes.
 
-        Args:
-            columns: Elements per row.
-
-        Returns:
-            The compressor (`self` by default), and the reason if it is another one.
+        The second value is the reason if the compressor is another one than `self`.
         """
         return self, ""
 
@@ -253,15 +240,11 @@ def _checked(decompress: Callable[[Any, Packed], Tensor]) -> Callable[[Any, Pack
     return checked
 
 
-def _has_memory(x: Tensor) -> bool:
-    return not (x.is_meta or isinstance(x, FakeTensor))
-
-
 @lru_cache(maxsize=4096)
 def _sizes(
     compressor: Compressor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[str, int], ...]:
-    """Return the names and numbers of elements of a payload's parts, from a meta tensor."""
+    """Return the names and numbers of elements of a payload's parts, by a meta tensor."""
     x = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device="meta")
     found = compressor.compress(x, key=Key()).tensors
     return tuple((name, part.numel()) for name, part in found.items())

@@ -1,6 +1,5 @@
-"""Block compressors: one abs-max scale a block, and a codebook."""
+"""Block compressors: a codebook, and one scale per block."""
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -13,29 +12,29 @@ from memtrain.kernels.codebook.values import Codebook, codebook
 
 ROUNDINGS = ("nearest", "stochastic")
 MAX_VECTOR_BYTES = 0.08
-"""Per element: what the vectors of rank-1 and factored states may cost."""
+"""Limit of the bytes per element of the vectors of rank-1 and factored states."""
 MAX_ROW_BYTES = 2.0
-"""Per element: what blocks that begin anew in each row may cost, half of float32."""
+"""Limit of the bytes per element of blocks that restart in each row."""
 
 
-def why_blocks(kind: str, shape: torch.Size, numbers: Callable[[], int]) -> str:
+def why_blocks(kind: str, shape: torch.Size, numbers: int) -> str:
     """Return why blocks replace vectors along a tensor's dimensions; "" if they do not.
 
     Args:
-        kind: `rank-1` or `factored`.
-        shape: Of the tensor.
-        numbers: How many float32 numbers the vectors have, of a shape of two dimensions or more.
+        kind: The name of the compressor, for the message.
+        shape: The tensor's shape.
+        numbers: How many float32 numbers the vectors have.
     """
     if len(shape) < 2:
         return f"{kind} needs 2 dimensions, the parameter has {len(shape)}: block instead"
-    cost = 4 * numbers() / shape.numel() if shape.numel() else 0.0
+    cost = 4 * numbers / shape.numel() if shape.numel() else 0.0
     if cost <= MAX_VECTOR_BYTES:
         return ""
     return f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
 
 
 class CodebookCompressor(Compressor):
-    """Base of the compressors whose fields name a codebook and a rounding."""
+    """Base of the compressors with a codebook and a rounding."""
 
     map: str
     signed: bool
@@ -48,7 +47,7 @@ class CodebookCompressor(Compressor):
 
     @property
     def second_moment(self) -> bool:
-        """Whether the least value of the map is above 0."""
+        """Whether the lowest value of the codebook is above 0."""
         return codebook(self.map, bits=self.bits, signed=self.signed)[0] > 0
 
     def _codebook(self) -> Codebook:
@@ -67,25 +66,23 @@ class CodebookCompressor(Compressor):
 class Block(CodebookCompressor):
     """Blocks of codes with one scale each: `B128/DE` and its family.
 
-    A block of zeros decodes to zeros. NaN or Inf spoils its own block and no other: the whole
-    block decodes to NaN, or, where Inf is its scale, to the map's lowest value times Inf.
+    Zeros decode to zeros. A NaN or Inf affects its own block only: the block decodes to NaN, or to
+    the codebook's lowest value times Inf if its scale is Inf.
 
     Attributes:
-        block_size: Elements per scale: a multiple of 8.
-        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see
-            `codebook.values.codebook`.
-        bits: 2 to 8.
-        signed: Whether negative values are kept; unsigned maps round them to the lowest value.
-        rounding: `"nearest"`, ties to the lower value, or `"stochastic"`: to one of the two
-            neighbouring values (the key gives the seed), so that the mean over keys is the
-            tensor, to 2**-16 of their distance, where both neighbours exist.
+        block_size: Elements per scale, a multiple of 8.
+        map: `"DE"`, `"DE-0"`, `"Linear"`, `"Power-2"`, `"E2M1"` ..., see `values.codebook`.
+        bits: Bits per code, 2 to 8.
+        signed: Whether negative values are kept. Unsigned maps round them to the lowest value.
+        rounding: `"nearest"`, ties to the lower value; or `"stochastic"`, to one of the two
+            neighbouring values. The mean over keys is then the tensor, within 2**-16 of their
+            distance.
 
     Raises:
         ValueError: If a field is out of its range.
 
     Memory:
-        bits / 8 + 4 / block_size bytes per element (0.53 at 4 bits and 128), plus padding inside
-        the last block.
+        bits / 8 + 4 / block_size bytes per element (0.53 at 4 bits and 128), in whole blocks.
 
     Example:
         >>> import torch
@@ -125,23 +122,23 @@ class Block(CodebookCompressor):
         return flat.view(packed.shape).to(packed.dtype)
 
     def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Return `self` if rows fill whole blocks, else `RowBlock`, or exact for short rows."""
+        """Return `self` if rows are whole blocks, else `RowBlock`, or `Identity` for short rows."""
         if not columns % self.block_size:
             return self, ""
         own = RowBlock(**vars(self), columns=columns)
-        if own.row_bytes <= MAX_ROW_BYTES * columns:
+        if own.blocks * (own.size * own.bits / 8 + 4) <= MAX_ROW_BYTES * columns:
             return own, f"split over processes: blocks begin anew in each row of {columns} elements"
         return Identity(), f"kept: split over processes by rows of {columns} elements, too few"
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowBlock(Block):
-    """Blocks that restart in each row of dimension 0: independent of how rows are split.
+    """Blocks that restart in each row of dimension 0: independent of the split of rows.
 
-    A row takes as many blocks as `block_size` asks for, all of one size (`size`), the last padded.
+    A row has `blocks` blocks of `size` elements, the last one padded.
 
     Attributes:
-        columns: Elements of a row.
+        columns: Elements per row.
 
     Memory:
         That of `Block` with blocks of `size`, and the padding of each row.
@@ -160,18 +157,13 @@ class RowBlock(Block):
 
     @property
     def blocks(self) -> int:
-        """Blocks of a row."""
+        """Blocks per row."""
         return -(-self.columns // self.block_size)
 
     @property
     def size(self) -> int:
-        """Elements of a block: a multiple of 8."""
+        """Elements per block, a multiple of 8."""
         return -(-self.columns // (8 * self.blocks)) * 8
-
-    @property
-    def row_bytes(self) -> float:
-        """Bytes of a row."""
-        return self.blocks * (self.size * self.bits / 8 + 4)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Return codes uint8 [rows * blocks, size * bits / 8] and scale float32 [rows * blocks]."""

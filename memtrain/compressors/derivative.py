@@ -1,4 +1,4 @@
-"""Derivative codes: the index of a few-bit table's step for each element, packed to the bit."""
+"""Codes of an activation's derivative, packed to the bit."""
 
 from dataclasses import dataclass
 
@@ -19,30 +19,28 @@ def _table(function: str, bits: int, parameters: tuple[float, ...]) -> Approxima
     return registered(function).table(bits)
 
 
-# What torch.compiler.assume_constant_result does, without its import of all of Dynamo (seconds):
+# Does the work of torch.compiler.assume_constant_result, whose import of Dynamo takes seconds:
 # a compiled region takes the table as a constant and does not trace the solver.
 vars(_table)["_dynamo_marked_constant"] = True
 
 
 @dataclass(frozen=True, kw_only=True)
 class DerivativeCode(Compressor):
-    """Stores what an activation's backward needs of its input: a code for f'(x).
+    """A code for f'(x) in place of the input x of an activation f.
 
-    `decompress` gives the table's level for f'(x), not x. The table is the solver's best step
-    function for f', made at first use. Piecewise-linear functions of two slopes (relu, hardtanh,
-    leaky_relu ...) have an exact table of one bit, which they use whatever `bits` says; relu's
-    codes are the same whether taken from its input or its output.
+    `decompress` returns the table's level for f'(x). The solver computes the table, its best step
+    function for f', at first use. Piecewise-linear functions of two slopes (relu, hardtanh,
+    leaky_relu ...) always use an exact table of one bit.
 
-    NaN in x gets code 0, so the gradient there is finite while the forward value is NaN; +-Inf get
-    the outermost levels. No element touches another.
+    NaN has code 0, so that its gradient is finite. +-Inf have the outermost levels. Elements are
+    independent of each other.
 
     Args:
-        bits: 1 to 8 per element.
-        function: The activation: a name in `fewbit.functions.FAMILIES`, or one registered by
-            `fewbit.register.register`.
-        parameters: The activation's, in the order of the torch function's arguments after the
-            input; torch's defaults where left out. hardshrink's and softshrink's lambd must be
-            rounded to the dtype of x where it has no exact value there: torch does so.
+        bits: Bits per element, 1 to 8.
+        function: The activation: a name in `fewbit.functions.FAMILIES`, or a function registered
+            with `fewbit.register.register`.
+        parameters: Arguments of the torch function after the input; torch's defaults if omitted.
+            The lambd of hardshrink and softshrink must be rounded to the dtype of x, as in torch.
 
     Raises:
         ValueError: If a field is not allowed, or a name is not registered in this process.
@@ -71,7 +69,7 @@ class DerivativeCode(Compressor):
 
     def __post_init__(self) -> None:
         check_bits(self.bits)
-        # A config gives a list.
+        # Configs contain lists.
         object.__setattr__(self, "parameters", tuple(self.parameters))
         check_name(self.function, [*FAMILIES, *REGISTERED])
         if self.function in FAMILIES:
@@ -82,7 +80,7 @@ class DerivativeCode(Compressor):
             )
 
     def table(self) -> Approximation:
-        """Return the step function in use.
+        """Return the step function.
 
         Raises:
             ValueError: If the function is not registered in this process.
@@ -94,7 +92,7 @@ class DerivativeCode(Compressor):
         return _table(self.function, self.bits, self.parameters)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Return the codes of `x`, in logical order; `key` is not used."""
+        """Return the codes of `x` in logical order; `key` is unused."""
         step = self.table()
         codes = derivative.encode(x.detach(), step.boundaries, parity=step.parity, shift=step.shift)
         return Packed({"codes": codes}, x.shape, x.dtype)

@@ -13,10 +13,10 @@ from memtrain.kernels.step.shard import Shard, all_reduce, mean_of, of_sums
 
 @dataclass(frozen=True, kw_only=True)
 class Factored(Compressor):
-    """Row means and column means of a non-negative tensor, seen as [dimension 0, the rest].
+    """Row means and column means of a non-negative tensor, viewed as [dimension 0, the rest].
 
-    Decodes to `row[i] * col[j] / mean(row)`, exact for tensors of rank one. All zeros decode to
-    zeros, never NaN. A NaN or Inf spreads over the whole matrix, since `mean(row)` holds it.
+    An element decodes to `row[i] * col[j] / mean(row)`, exact for tensors of rank one. Zeros decode
+    to zeros. A NaN or Inf spreads over the whole matrix through `mean(row)`.
 
     Raises:
         ValueError: When compressing a tensor of fewer than 2 dimensions.
@@ -32,8 +32,7 @@ class Factored(Compressor):
                 [2., 4.]])
 
     Reference:
-        Shazeer and Stern, Adafactor, arXiv:1804.04235; in 4-bit optimizers: arXiv:2309.01507,
-        section 4.3.
+        Shazeer and Stern, Adafactor, arXiv:1804.04235; Li et al., arXiv:2309.01507, section 4.3.
     """
 
     parts = ("row", "col")
@@ -45,7 +44,7 @@ class Factored(Compressor):
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
         """Return unsigned blocks of 128 if the vectors would take more bytes."""
-        why = why_blocks("factored", shape, lambda: shape[0] + shape[1:].numel())
+        why = why_blocks("factored", shape, sum(shape[:1]) + shape[1:].numel())
         return (Block(map="Linear", signed=False) if why else self), why
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
@@ -62,7 +61,8 @@ class Factored(Compressor):
     def decompress(self, packed: Packed) -> Tensor:
         """Return a contiguous tensor of the original shape and dtype."""
         row, col = packed.tensors["row"], packed.tensors["col"]
-        return decode(row, col).view(packed.shape).to(packed.dtype)
+        mean = row.mean(0, keepdim=True) if row.numel() else torch.zeros_like(row)
+        return (ratio(row, mean).unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
         """Compress with the means of the whole tensor."""
@@ -78,9 +78,3 @@ class Factored(Compressor):
         row, col = packed.tensors["row"], packed.tensors["col"]
         share = ratio(row, mean_of(row, col, shard))
         return (share.unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
-
-
-def decode(row: Tensor, col: Tensor) -> Tensor:
-    """Return the matrix `row[i] / mean(row) * col[j]`; zeros where the mean is zero."""
-    mean = row.mean(0, keepdim=True) if row.numel() else torch.zeros_like(row)
-    return ratio(row, mean).unsqueeze(1) * col.unsqueeze(0)

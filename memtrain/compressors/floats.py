@@ -1,4 +1,4 @@
-"""Byte codes of a float format: exact of what is rounded to it already."""
+"""Codes of a float format, exact for numbers of the format."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,20 +14,19 @@ from memtrain.kernels.floats.rounding import limits
 class Float(Compressor):
     """Codes of a float format, without a scale.
 
-    Numbers of the format come back bit for bit; others as `FloatFormat.round` gives them. Only, of
-    a format without special codes (`fp8_forward`, `fp8_backward`, `fp16`), -0 comes back as 0 and
-    what `round` makes Inf as NaN.
+    Numbers of the format are restored bit for bit; others are rounded as by `FloatFormat.round`.
+    Formats without special codes (`fp8_forward`, `fp8_backward`, `fp16`) decode -0 to 0, and
+    numbers that `round` converts to Inf to NaN.
 
     Args:
-        format: A name that `memtrain.precision.named_format` takes, or a `FloatFormat` with a bias
-            of its own.
+        format: A name for `memtrain.precision.named_format`, or a `FloatFormat` with a bias.
 
     Raises:
         ValueError: If the name is unknown, or the format's bias is None.
-        TypeError: If the format is something else.
+        TypeError: If the format has another type.
 
     Memory:
-        1 byte per element of formats of up to 8 bits, else 2.
+        1 byte per element for formats of at most 8 bits, else 2.
 
     Example:
         >>> import torch
@@ -52,30 +51,30 @@ class Float(Compressor):
 
     @property
     def form(self) -> FloatFormat:
-        """The format itself."""
+        """The format."""
         return named_format(self.format) if isinstance(self.format, str) else self.format
 
     @property
     def second_moment(self) -> bool:
-        """Whether the format has numbers below the square of Adam's `eps`: there is no scale."""
+        """Whether the format has numbers below the square of Adam's `eps`, without a scale."""
         return self.form.min_subnormal <= 2.0**-54
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Encode `x`.
 
         Args:
-            x: Any shape and strides, float32, bfloat16 or float16.
-            key: Feeds stochastic rounding, where the format says so.
+            x: A tensor of any shape and strides, float32, bfloat16 or float16.
+            key: The key of stochastic rounding.
 
         Returns:
-            Tensor `codes`, uint8 or int16, of `x`'s shape.
+            Tensor `codes`, uint8 or int16, with the shape of `x`.
 
         Raises:
-            TypeError: If `x` is of another dtype.
+            TypeError: If `x` has another dtype.
         """
         form, seed, rounded = self.form, key.bits(), x.contiguous()
         if x.dtype.itemsize == 2 and limits(form.layout, x.dtype)[0] < form.layout.limit:
-            rounded = form.round(rounded, seed=seed)  # not to codes of numbers that x cannot hold
+            rounded = form.round(rounded, seed=seed)  # to numbers that the dtype of x represents
         codes = form.encode(rounded, seed=seed)
         return Packed({"codes": codes}, x.shape, x.dtype)
 

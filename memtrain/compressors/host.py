@@ -1,10 +1,10 @@
-"""Payloads in host memory: offloaded after the forward, fetched before the backward."""
+"""Payloads in host memory: offloaded after the forward, copied back before the backward."""
 
 import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,32 +15,34 @@ from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 from memtrain.kernels.dispatch import host_work, is_for_cuda, simulation
 
 
-class Transfers(Protocol):
-    """Copies of tensors to host memory and back, concurrent with the device's work."""
-
-    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Start copies to the host."""
-        ...
-
-    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-        """Start copies to the device; the second value is for `wait`."""
-        ...
-
-    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        """Make later work on the device wait for the copies of `back`."""
-        ...
-
-
-class _Streams:
-    """CUDA: pinned host memory, and a side stream each way.
-
-    Device memory is reused in the order of the stream that was current when a copy to the host
-    started (`CopiesInFlight`) or a payload was requested. A copy back waits for its copy
-    out. The returned tensors belong to the requesting stream; use on another stream is recorded.
-    """
+class Transfers:
+    """Copies of tensors to host memory and back: synchronous here, for devices other than CUDA."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+
+    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Start copies to the host."""
+        return {name: x.to("cpu") for name, x in tensors.items()}
+
+    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
+        """Start copies to the device; the second value is an argument of `wait`."""
+        return {name: x.to(self.device) for name, x in tensors.items()}, None
+
+    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
+        """Make later work on the device wait for the copies of `back`."""
+
+
+class _Streams(Transfers):
+    """CUDA: pinned host memory, and one side stream per direction.
+
+    Device memory is reused in the order of the stream that was current when a copy to the host
+    started (`CopiesInFlight`) or a payload was requested. A copy back waits for its copy out. The
+    returned tensors belong to the requesting stream; use on another stream is recorded.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__(device)
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._in_flight = CopiesInFlight()
 
@@ -72,31 +74,15 @@ class _Streams:
         if stream != asked:  # autograd runs each op on the stream of its forward
             for x in tensors.values():
                 x.record_stream(stream)
-        self._in_flight.clear()  # mostly at no cost: copies back have waited for earlier copies out
+        self._in_flight.clear()  # mostly free: copies back have waited for earlier copies out
 
 
 def _pinned(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
 
 
-class _Copies:
-    """Any other device, and fake tensors: synchronous copies."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-
-    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {name: x.to("cpu") for name, x in tensors.items()}
-
-    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-        return {name: x.to(self.device) for name, x in tensors.items()}, None
-
-    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        """Do nothing: the copies are complete."""
-
-
-class _Simulated:
-    """Fake tensors of CUDA: as many copies are in flight as in a real run."""
+class _Simulated(Transfers):
+    """Fake tensors for CUDA: as many copies are in flight as in a real run."""
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         in_flight = simulation.in_flight
@@ -112,19 +98,12 @@ class _Simulated:
         simulation.in_flight.clear()
 
 
-_SIMULATED = _Simulated()
-
-
-@cache
-def _streams(device: torch.device) -> Transfers:
-    return _Streams(device)
+_SIMULATED = _Simulated(torch.device("cpu"))
+_streams = cache(_Streams)
 
 
 def transfers(x: Tensor) -> Transfers | None:
-    """Return how a tensor's payload is offloaded; None if the tensor is in host memory.
-
-    Args:
-        x: The tensor.
+    """Return the transfers for a tensor's payload; None if the tensor is in host memory.
 
     Example:
         >>> transfers(torch.ones(1)) is None
@@ -135,8 +114,7 @@ def transfers(x: Tensor) -> Transfers | None:
         return _SIMULATED
     if x.device.type in ("cpu", "meta"):
         return None
-    real = x.is_cuda and not fake
-    return _streams(x.device) if real else _Copies(x.device)
+    return _streams(x.device) if x.is_cuda and not fake else Transfers(x.device)
 
 
 _DEVICE = "device"  # an empty tensor on the payload's device
@@ -144,7 +122,7 @@ _newest: "dict[torch.device, weakref.ref[_Swapped]]" = {}
 
 
 class _Swapped(dict[str, Tensor]):
-    """A payload's tensors on the host, linked to the payload that was offloaded just before."""
+    """A payload's tensors on the host, linked to the payload that was offloaded before it."""
 
     _coming: tuple[dict[str, Tensor], Any] | None = None
 
@@ -153,16 +131,11 @@ class _Swapped(dict[str, Tensor]):
     ) -> None:
         marker = torch.empty(0, device=device)
         self.offloaded = frozenset(tensors)
-        """Names of the tensors on the host, which take no bytes of the device."""
+        """Names of the tensors on the host, which take no device memory."""
         super().__init__({**lane.out(tensors), _DEVICE: marker})
         self._lane = lane
         self._before = _newest.get(marker.device)
         _newest[marker.device] = weakref.ref(self)
-
-    def prefetch(self) -> None:
-        """Start the copy back, if it has not started."""
-        if self._coming is None:
-            self._coming = self._start()
 
     def _start(self) -> tuple[dict[str, Tensor], Any]:
         return self._lane.back(_without_device(self))
@@ -172,13 +145,13 @@ class _Swapped(dict[str, Tensor]):
         tensors, started = self._coming or self._start()
         self._coming = None
         before = self._before() if self._before else None
-        if before is not None:
-            before.prefetch()
+        if before is not None and before._coming is None:
+            before._coming = before._start()
         self._lane.wait(tensors, started)
         return tensors
 
     def __del__(self) -> None:
-        if self._coming is not None:  # a copy may still write into memory that is freed now
+        if self._coming is not None:  # a copy may still write to memory that is freed now
             self._lane.wait(*self._coming)
 
 
@@ -188,22 +161,21 @@ def _without_device(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, kw_only=True)
 class Host(Compressor):
-    """Stores another compressor's payload in host memory until the backward needs it.
+    """Another compressor's payload, kept in host memory until the backward needs it.
 
-    On CUDA the payload is copied to pinned memory on a side stream, while the forward goes on, and
-    is copied back on another; fetching a payload starts the copy of the payload made before it,
-    which the backward needs next. For a tensor in host memory, `Host` equals its inner compressor.
-    Results do not change.
+    On CUDA a side stream copies the payload to pinned memory during the forward, and another one
+    copies the payload back. The backward needs payloads in reverse order, so fetching a payload
+    starts the copy of the payload before it. For tensors in host memory `Host` equals `inner`.
 
     Args:
-        inner: Makes the payload; `identity` offloads the tensor as it is.
+        inner: The compressor of the payload; `identity` offloads the tensor itself.
 
     Raises:
-        TypeError: If `inner` is no compressor.
+        TypeError: If `inner` is not a compressor.
 
     Memory:
-        On the device up to three payloads at a time in forward, two in backward: the device waits
-        where the host's bus is slower than that; on the host that of `inner`.
+        On the device, three payloads at a time in the forward and two in the backward: the device
+        waits for a slower bus. On the host, the payload of `inner`.
 
     Example:
         >>> from memtrain.compressors.group import Group
@@ -213,8 +185,7 @@ class Host(Compressor):
         True
 
     Reference:
-        ActNN's level L4 and GACT's L3 swap their codes; Liu et al., GACT, ICML 2022,
-        arXiv:2206.11357, section 6.
+        Level L4 of ActNN; level L3 of GACT (Liu et al., ICML 2022, arXiv:2206.11357, section 6).
     """
 
     roles = SAVED
@@ -229,16 +200,16 @@ class Host(Compressor):
 
     @property
     def parts(self) -> tuple[str, ...]:
-        """The parts of `inner`, and the device."""
+        """The parts of `inner`, and a marker of the device."""
         return (*self.inner.parts, _DEVICE)
 
     def serves(self, role: str) -> bool:
-        """Return whether `inner` serves the role; derivative codes are excluded: ops read them."""
+        """Return whether `inner` serves the role; ops read derivative codes, which stay."""
         return super().serves(role) and self.inner.serves(role) and not self.inner.gives_derivative
 
     @property
     def shaped(self) -> bool:
-        """Whether `inner` takes the tensor itself, not a flat one."""
+        """Whether `inner` takes tensors with their shape and strides."""
         return self.inner.shaped
 
     @property
@@ -254,12 +225,12 @@ class Host(Compressor):
         """Compress `x` with `inner` and start the copy to the host.
 
         Args:
-            x: What `inner` takes.
-            key: Feeds `inner`.
+            x: A tensor that `inner` accepts.
+            key: The key for `inner`.
 
         Returns:
-            The payload of `inner`, its tensors on the CPU, and an empty one, `device`, where they
-            were; of a tensor in host memory, the payload of `inner`.
+            The payload of `inner`. If `x` is on a device, its tensors are on the CPU, with an empty
+            tensor `device` on the device.
         """
         packed = self.inner.compress(x, key=key)
         lane = transfers(x)
@@ -268,14 +239,14 @@ class Host(Compressor):
         return packed._replace(tensors=_Swapped(packed.tensors, lane, x.device))
 
     def check_payload(self, packed: Packed) -> None:
-        """Check nothing: `inner` checks the tensors that are copied back."""
+        """Do nothing: `inner` checks the tensors that are copied back."""
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return the tensor on its original device."""
         tensors = packed.tensors
         if isinstance(tensors, _Swapped):
             packed = packed._replace(tensors=tensors.fetch())
-        elif _DEVICE in tensors:  # plain tensors, such as of a copied payload: not prefetched
+        elif _DEVICE in tensors:  # plain tensors, as in a copied payload: no prefetch
             lane, back = transfers(tensors[_DEVICE]), _without_device(tensors)
             if lane is not None:
                 back, started = lane.back(back)

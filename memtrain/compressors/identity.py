@@ -1,4 +1,4 @@
-"""The exact counterpart of every lossy compressor: stores the tensor itself."""
+"""The exact counterpart of every lossy compressor, which stores the tensor itself."""
 
 from dataclasses import dataclass
 
@@ -9,7 +9,7 @@ from memtrain.compressors.base import Compressor, Key, Packed
 
 @dataclass(frozen=True, kw_only=True)
 class Identity(Compressor):
-    """Stores the tensor itself: training with it is bit-identical to unmodified PyTorch.
+    """The tensor itself as payload: training is bit-identical to PyTorch.
 
     Memory:
         The tensor's own bytes; no copy is made.
@@ -27,7 +27,7 @@ class Identity(Compressor):
     lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Return the tensor as its payload. NaN and Inf pass through."""
+        """Return the tensor as its payload."""
         return Packed({"tensor": x}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:

@@ -1,4 +1,4 @@
-"""Two bits an element of a moment, over the magnitudes of rows and columns."""
+"""A first moment in 2 bits, relative to the magnitudes of its rows and columns."""
 
 from dataclasses import dataclass
 
@@ -13,20 +13,20 @@ from memtrain.kernels.step.codecs import ratio
 
 @dataclass(frozen=True, kw_only=True)
 class LloydMax(Compressor):
-    """The first moment over the root of a factored second one, in 2 bits: of fused AdamW and Adam.
+    """Adam's first moment in 2 bits, relative to the root of a factored second moment.
 
-    Codes stand for `{-1.51, -0.4528, 0.4528, 1.51}` times the scale of their block of 128, times
-    magnitudes of the element's row and column. A fused step takes those of the second
-    moment's factors, so that what is coded is Adam's update itself; `compress` takes the root mean
+    Codes stand for `{-1.51, -0.4528, 0.4528, 1.51}` times the scale of a block of 128, times
+    magnitudes of the element's row and column. A fused step takes the magnitudes from the second
+    moment's factors, so that the codes represent Adam's update. `compress` takes the root mean
     squares of the tensor's own rows and columns.
 
-    A third of an element's magnitude is lost at each step (0.34 of the root mean square, for normal
-    numbers), and nothing comes back as 0: a moment stored so, step by step, would be noise. The
-    fused step gives to the weight at once what the lost part would have given to it in later steps;
-    so only that step may write it (`fused_only`). NaN or Inf spoils the whole matrix.
+    Each step loses a third of an element's magnitude (0.34 of the root mean square, for normal
+    numbers), and nothing decodes to 0. The fused step adds to the weight what the lost part would
+    have contributed in later steps. Therefore no other step may write the payload (`fused_only`).
+    A NaN or Inf spreads over the whole matrix.
 
     Memory:
-        0.27 bytes per element (2 bits, and 2 bytes of each 128), and 4 * (rows + columns) bytes.
+        0.27 bytes per element (2 bits, and 2 bytes per block of 128), and 4 * (rows + columns).
 
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [-2.0, 4.0]])
@@ -35,9 +35,9 @@ class LloydMax(Compressor):
                 [-1.,  1.]])
 
     Reference:
-        Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory 1960. That
-        what is lost goes to the weight leaves the auxiliary sequence of momentum unchanged: Yang,
-        Lin and Li, Unified Convergence Analysis of Stochastic Momentum Methods, arXiv:1604.03257.
+        Max, Quantizing for Minimum Distortion, IRE Transactions on Information Theory 1960. The
+        residual on the weight preserves momentum's auxiliary sequence: Yang, Lin and Li, Unified
+        Convergence Analysis of Stochastic Momentum Methods, arXiv:1604.03257.
     """
 
     parts = ("codes", "scale", "row", "col")
@@ -49,12 +49,11 @@ class LloydMax(Compressor):
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
         """Return 4-bit blocks of 128 if the vectors would take more bytes."""
-        numbers = lambda: shape[0] + shape[1:].numel()  # noqa: E731
-        why = why_blocks("Lloyd-Max", shape, numbers)
+        why = why_blocks("Lloyd-Max", shape, sum(shape[:1]) + shape[1:].numel())
         return (Block() if why else self), why
 
     def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Return `self` if rows fill whole blocks, else 4-bit blocks that restart in each row."""
+        """Return `self` if rows are whole blocks, else 4-bit blocks that restart in each row."""
         if not columns % lloyd_max.BLOCK:
             return self, ""
         instead, why = Block().for_rows(columns)

@@ -1,4 +1,4 @@
-"""Min/max groups of log-probabilities, of which only exp() is asked."""
+"""Min/max groups of log-probabilities whose backward reads only their exp()."""
 
 from dataclasses import dataclass, fields
 
@@ -9,20 +9,18 @@ from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 
 SPAN = 20.0
-"""How far below 0 a log-probability counts: exp(-20) is 2e-9."""
+"""Log-probabilities further below 0 count as `-SPAN`: exp(-20) is 2e-9."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogGroup(Group):
-    """`Group` of log-probabilities without what exp() makes zero.
+    """`Group` of log-probabilities, clamped at `-SPAN`.
 
-    A class that is masked (-inf, -1e9) would make its group NaN, or its steps too wide for the
-    others. What lies `SPAN` below 0 is taken for that: its exp() is below 2e-9, and stays so.
-
-    Not to be named in configs: it takes the place of a `Group` that they name for such an op.
+    The log-probability of a masked class (-inf, -1e9) would make its group NaN or its steps too
+    wide. Configs do not name this class: it replaces the `Group` of a config for such ops.
 
     Memory:
-        As `Group`; while `compress` runs, a copy of `x` besides.
+        As `Group`, and a copy of `x` during `compress`.
 
     Example:
         >>> import torch
@@ -37,12 +35,12 @@ class LogGroup(Group):
         return
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Clamp `x`, then quantise it as `Group` does."""
+        """Clamp `x` and quantise it as `Group` does."""
         return super().compress(x.detach().clamp(min=-SPAN), key=key)
 
 
 def of_logarithms(compressor: Compressor) -> Compressor:
-    """Replace `Group` with `LogGroup` in a compressor; others are returned unchanged.
+    """Return a compressor with `LogGroup` in place of `Group`.
 
     Example:
         >>> of_logarithms(Group(bits=8)).bits, type(of_logarithms(Group())).__name__
@@ -56,6 +54,6 @@ def of_logarithms(compressor: Compressor) -> Compressor:
 
 
 def cut_(logarithms: Tensor, compressor: Compressor) -> None:
-    """Raise log-probabilities below `-SPAN` to that, in place, where `LogGroup` would."""
+    """Clamp log-probabilities at `-SPAN` in place, if the compressor would."""
     if of_logarithms(compressor) != compressor:
         logarithms.clamp_(min=-SPAN)

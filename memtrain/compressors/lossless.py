@@ -27,18 +27,11 @@ class Mask(Compressor):
     """
 
     parts = ("bits",)
-    roles = frozenset()  # memtrain itself chooses it for tensors of bools
+    roles = frozenset()  # chosen by memtrain itself for boolean tensors
     lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Pack `x`.
-
-        Args:
-            x: Any shape, bool.
-            key: Not used.
-
-        Returns:
-            Tensor `bits`, uint8 [ceil(numel / 256) * 32].
+        """Pack a boolean tensor to `bits`, uint8 [ceil(numel / 256) * 32].
 
         Raises:
             TypeError: If `x` is not bool.
@@ -55,20 +48,19 @@ class Mask(Compressor):
 
 @dataclass(frozen=True, kw_only=True)
 class Integers(Compressor):
-    """An integer tensor in the narrowest of uint8, int16 and int32 that holds its values, exact.
+    """An integer tensor in the narrowest of uint8, int16 and int32 for its values, exact.
 
-    The width follows from the limit alone: no value is read. One-byte tensors are packed to the
-    bit.
+    The width follows from the limit: no value is read. One-byte tensors are packed to the bit.
 
     Args:
-        limit: All values are known to lie from 0 to below it, as indices do.
+        limit: Upper bound of the values, exclusive. The lower bound is 0.
 
     Raises:
         ValueError: If the limit is below 1.
 
     Memory:
-        1, 2, 4 or 8 bytes per element, never more than before. Of uint8 and int8 with a limit of
-        128 or less, ceil(log2(limit)) / 8 bytes, in whole blocks of 256 elements.
+        1, 2, 4 or 8 bytes per element, never more than the tensor. uint8 and int8 with a limit of
+        at most 128 take ceil(log2(limit)) / 8 bytes, in whole blocks of 256 elements.
 
     Example:
         >>> x = torch.tensor([3, 250])
@@ -78,7 +70,7 @@ class Integers(Compressor):
     """
 
     parts = ("values",)
-    roles = frozenset()  # memtrain itself chooses it for tensors of integers
+    roles = frozenset()  # chosen by memtrain itself for integer tensors
     lossless = True
 
     limit: int
@@ -88,17 +80,10 @@ class Integers(Compressor):
             raise ValueError(f"limit={self.limit}; allowed: 1 or more")
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Narrow `x`; a tensor that cannot be narrower is its own payload.
-
-        Args:
-            x: Any shape, uint8, int8, int16, int32 or int64.
-            key: Not used.
-
-        Returns:
-            Tensor `values`, of `x`'s shape; packed ones are flat.
+        """Return `values`, flat if packed, else with the shape of `x`; never wider than `x`.
 
         Raises:
-            TypeError: If `x` is of another dtype.
+            TypeError: If `x` is not uint8, int8, int16, int32 or int64.
         """
         if x.dtype not in _INTEGERS:
             raise TypeError(f"dtype {x.dtype}; allowed: {', '.join(map(str, _INTEGERS))}")
@@ -120,9 +105,9 @@ class Integers(Compressor):
         return values.to(packed.dtype)
 
     def _bits(self, dtype: torch.dtype) -> int:
-        """Return the bits per packed value; 0 if values are stored in whole bytes.
+        """Return the bits per packed value; 0 for values in whole bytes.
 
-        Wider dtypes hold indices, which are few beside what they index, and are cast in one op.
+        Wider dtypes contain indices, which are few, and are cast in one op.
         """
         if dtype.itemsize > 1 or self.limit > _PACKED:
             return 0

@@ -12,16 +12,6 @@ from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.codebook.values import CODEBOOKS, float_bits
 
 _FIXED = {"identity": Identity, "factored": Factored, "Lloyd-Max": LloydMax}
-_SCALES = ("B128", "B2048", "Rank-1")
-_KNOWN = (
-    *_FIXED,
-    *(
-        f"{scale}/{map}{end}"
-        for scale in _SCALES
-        for map in (*CODEBOOKS, "E2M1")
-        for end in ("", "+SR")
-    ),
-)
 _NAME = re.compile(
     r"(Rank-1|B(?P<size>\d+))"
     rf"/(?P<map>E\dM\d|{'|'.join(sorted(CODEBOOKS, key=len, reverse=True))})"
@@ -33,19 +23,18 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
     """Return the compressor with a name.
 
     Args:
-        name: `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, of fused AdamW and Adam), or
-            `"<scale>/<map>"`: `B<block size>` or `Rank-1`; and `DE`, `DE-0` (with a sign: `DE`, as
-            in the paper's code), `Linear`, `Power-2`, `Power-3` or a small float such as `E2M1`.
-            The number of bits may follow (`B256/DE8`), and `+SR` for stochastic rounding.
-        signed: Whether the state has negative values: first moments do, second moments do not.
-        bits: Bits per code, 2 to 8, where the name does not say them; a small float says its own
-            (one less where there is no sign).
+        name: `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, for fused AdamW and Adam), or
+            `"<scale>/<map>[bits][+SR]"`. The scale is `B<block size>` or `Rank-1`. The map is `DE`,
+            `DE-0` (`DE` for signed states, as in the paper's code), `Linear`, `Power-2`, `Power-3`
+            or a small float such as `E2M1`. `+SR` is stochastic rounding.
+        signed: Whether the state has negative values: true for first moments only.
+        bits: Bits per code, 2 to 8, if the name has none. A small float determines its own.
 
     Returns:
         A frozen compressor.
 
     Raises:
-        ValueError: If the name is unknown; the message gives the nearest valid one.
+        ValueError: If the name is unknown; the message contains the nearest valid name.
 
     Example:
         >>> named("B2048/DE8", signed=True)
@@ -54,7 +43,13 @@ def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
     if name in _FIXED:
         return _FIXED[name]()
     if not (match := _NAME.fullmatch(name)):
-        near = get_close_matches(name, _KNOWN, n=1, cutoff=0.0)
+        known = (
+            f"{scale}/{map}{end}"
+            for scale in ("B128", "B2048", "Rank-1")
+            for map in (*CODEBOOKS, "E2M1")
+            for end in ("", "+SR")
+        )
+        near = get_close_matches(name, [*_FIXED, *known], n=1, cutoff=0.0)
         raise ValueError(
             f"compressor {name!r} is unknown; the nearest valid name is {near[0]!r}; allowed: "
             f"{', '.join(_FIXED)} and <scale>/<map>[bits][+SR] with scale B<block size> or Rank-1 "

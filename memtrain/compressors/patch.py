@@ -1,4 +1,4 @@
-"""4x4 patches at 2 bits per value: for feature maps, whose neighbours are similar."""
+"""4x4 patches at 2 bits per value, for feature maps."""
 
 from dataclasses import dataclass
 from math import prod
@@ -12,28 +12,27 @@ from memtrain.kernels.patch import patch
 
 @dataclass(frozen=True, kw_only=True)
 class Patch(Compressor):
-    """Stores one of four levels per value in each 4x4 patch of the last two dimensions.
+    """One of four levels per value in each 4x4 patch of the last two dimensions.
 
-    The levels are the patch's minimum, its maximum and two at a third of the way between. A
-    tensor with fewer than two dimensions is a map of one row. Any dense order of dimensions in
-    memory comes back; NCHW and channels-last are read without a copy, as is every order that has
-    the rows of a map directly outside its columns.
+    The levels are the patch's minimum, its maximum and two at equal distances between. A tensor
+    with fewer than two dimensions is a map of one row. `decompress` restores any dense order of
+    dimensions. Orders in which the rows of a map are directly outside its columns (NCHW,
+    channels-last) are read without a copy.
 
     The error of a value is below a third of its patch's range (stochastic, unbiased) or at most a
-    sixth (nearest), besides the rounding of the minimum and the maximum to 16 bits, which leaves
-    16-bit tensors as they are. A NaN or an Inf changes no other value and decodes to a bound of its
-    patch.
-    See `kernels.patch.patch.patch_quantize` for details.
+    sixth (nearest), besides the rounding of the minimum and the maximum to 16 bits. A NaN or an Inf
+    changes no other value and decodes to a bound of its patch. See
+    `kernels.patch.patch.patch_quantize`.
 
     Args:
-        rounding: `"nearest"` (the key does nothing) or `"stochastic"` (the key gives the seed).
+        rounding: `"nearest"` (the key is unused) or `"stochastic"` (the key gives the seed).
 
     Raises:
-        ValueError: If `rounding` is another.
+        ValueError: If `rounding` has another value.
 
     Memory:
-        8 bytes per patch: 0.5 bytes per element of whole patches, 4 bits in all. Maps with few
-        values per patch grow (see `worth`): 1x1 in every dtype, 1x4 and 2x2 in 16 bits.
+        8 bytes per patch: 0.5 bytes per element of whole patches. Maps of 1x1, and of 1x4 and 2x2
+        in 16 bits, take more bytes than before.
 
     Example:
         >>> x = torch.arange(32.0).view(1, 2, 4, 4)
@@ -55,37 +54,19 @@ class Patch(Compressor):
         if self.rounding not in ("nearest", "stochastic"):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'nearest', 'stochastic'")
 
-    def worth(self, shape: torch.Size | tuple[int, ...], dtype: torch.dtype) -> bool:
-        """Return whether the payload is smaller than the tensor.
-
-        Args:
-            shape: The tensor's shape.
-            dtype: The tensor's dtype.
-
-        Returns:
-            False for maps too small, such as 1x1.
-
-        Example:
-            >>> Patch().worth((8, 3, 7, 7), torch.float16), Patch().worth((8, 3, 1, 1), torch.half)
-            (True, False)
-        """
-        rows, columns = _map(shape)
-        patches = prod(shape[:-2]) * -(-rows // patch.SIDE) * -(-columns // patch.SIDE)
-        return 8 * patches < prod(shape) * dtype.itemsize
-
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise the patches of `x`.
 
         Args:
-            x: Any shape and strides, float32, bfloat16, float16 or float64.
-            key: Feeds the stochastic rounding.
+            x: A tensor of any shape and strides, float32, bfloat16, float16 or float64.
+            key: The key of stochastic rounding.
 
         Returns:
             Tensors `words`, int64 [outer, ceil(rows / 4), ceil(columns / 4), inner], and `order`,
-            uint8 [0, dimensions...]: no bytes; its shape is the order in memory.
+            uint8 [0, dimensions...], whose shape is the order in memory.
 
         Raises:
-            TypeError: If `x` is of another dtype.
+            TypeError: If `x` has another dtype.
         """
         order = _order(x)
         grid, read = _grid(x.shape, order)
@@ -95,7 +76,7 @@ class Patch(Compressor):
         return Packed(tensors, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """Return the quantised tensor: the payload's shape, dtype and order in memory."""
+        """Return the tensor with the payload's shape, dtype and order in memory."""
         order = tuple(packed.tensors["order"].shape[1:])
         grid, read = _grid(packed.shape, order)
         values = patch.patch_dequantize(packed.tensors["words"], grid[1], grid[2], packed.dtype)
@@ -112,7 +93,7 @@ def _map(shape: torch.Size | tuple[int, ...]) -> tuple[int, int]:
 def _order(x: Tensor) -> tuple[int, ...]:
     """Return the dimensions from the outermost to the innermost in memory.
 
-    Where a dimension of one element lies is free: outside, or beside the other one of its map.
+    The place of a dimension with one element is free: outside, or beside the other one of its map.
     """
     n = x.dim()
     rows, columns = n - 2, n - 1

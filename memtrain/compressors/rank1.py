@@ -1,4 +1,4 @@
-"""The rank-1 compressor: an element's scale is the least of its dimensions' maxima."""
+"""The rank-1 compressor: an element's scale is the smallest of its dimensions' maxima."""
 
 from dataclasses import dataclass
 
@@ -14,16 +14,16 @@ from memtrain.kernels.step.shard import Shard, all_reduce, of_maxima
 
 @dataclass(frozen=True, kw_only=True)
 class Rank1(CodebookCompressor):
-    """Codes of a map, scaled by the least of the maxima over each dimension: `Rank-1/Linear`.
+    """Codes of a map, scaled by the smallest of the maxima over each dimension: `Rank-1/Linear`.
 
-    Tensors of fewer than two dimensions are quantised in blocks of 128 with the same map (the
-    paper's rule). An element decodes to NaN or Inf only where each of its dimensions holds a NaN
-    or Inf; the others stay within their usual error.
+    Tensors with fewer than two dimensions are quantised in blocks of 128 with the same map, as in
+    the paper. An element decodes to NaN or Inf only if each of its dimensions contains a NaN or
+    Inf.
 
     Attributes:
         map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `codebook.values.codebook`.
-        bits: 2 to 8.
-        signed: Whether negative values are kept (activations; a momentum needs signed scales).
+        bits: Bits per code, 2 to 8.
+        signed: Whether negative values are kept, for activations. A momentum needs signed scales.
         rounding: `"nearest"` or `"stochastic"`, as in `Block`.
 
     Raises:
@@ -55,7 +55,7 @@ class Rank1(CodebookCompressor):
 
     def for_shape(self, shape: torch.Size) -> tuple[Compressor, str]:
         """Return blocks of 128 with the same codebook if the vectors would take more bytes."""
-        why = why_blocks("rank-1", shape, lambda: sum(shape))
+        why = why_blocks("rank-1", shape, sum(shape))
         return (self._block() if why else self), why
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:

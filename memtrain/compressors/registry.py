@@ -33,15 +33,15 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 
 
 def check_role(compressor: Compressor, role: str, where: object = "") -> None:
-    """Raise for a compressor that cannot serve a role.
+    """Check that a compressor may be used in a role.
 
     Args:
-        compressor: What was chosen.
+        compressor: The compressor.
         role: One of `base.EVERY_ROLE`.
-        where: What asked for it: a rule's value, a state's name.
+        where: A rule or a state's name, for the message.
 
     Raises:
-        ValueError: It names the compressor, the role and what is allowed.
+        ValueError: If it may not; the message lists the allowed compressors.
 
     Example:
         >>> check_role(Group(), STATE)
@@ -57,6 +57,6 @@ def check_role(compressor: Compressor, role: str, where: object = "") -> None:
 
 
 def state_parts() -> frozenset[str]:
-    """Return the names of parts in any registered compressor's payload for a state."""
+    """Return the names of all parts of registered compressors' payloads for states."""
     serving = (cls for cls in COMPRESSORS.values() if STATE in cls.roles and not cls.is_identity)
     return frozenset(part for cls in serving for part in cls.parts)

@@ -1,4 +1,4 @@
-"""Min/max groups with bits per sample: more for sensitive samples."""
+"""Min/max groups with more bits for sensitive samples."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -14,19 +14,17 @@ from memtrain.kernels.group import group
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class Samples(Compressor):
-    """`Group` within each sample (an index of the leading dimension), each at its own width.
+    """`Group` within each sample (an index of the leading dimension), with widths per sample.
 
-    `bits` says which widths are handed out, to the most sensitive sample first: `(4, 2, 2)` gives
-    4 bits to the third with the highest sensitivity and 2 to the rest, whatever the number of
-    samples. A sample's sensitivity is the sum over its groups of (max - min)**2.
-    The assignment is made where the tensor lies: a GPU is not waited for.
+    The most sensitive samples get the largest widths of `bits`: with `(4, 2, 2)`, 4 bits for the
+    third with the highest sensitivity and 2 for the rest. A sample's sensitivity is the sum over
+    its groups of (max - min)**2, for finite elements. No GPU synchronization is needed.
 
-    A row is padded to whole groups with its own last element, and the groups of a row shorter than
-    one are no longer than it needs. Rounding is unbiased, and a NaN or an Inf changes no other
-    element, as in `Group`: sensitivities are those of finite elements.
+    A sample is padded to whole groups with its last element, and groups are no longer than the
+    sample. Rounding is unbiased, and a NaN or an Inf changes no other element, as in `Group`.
 
     Args:
-        bits: Widths, 1 to 8, for equal parts of the samples; in any order.
+        bits: Widths, 1 to 8, for equal parts of the samples, in any order.
         group_size: Elements per group, as in `Group`.
         rounding: As in `Group`.
         bounds: As in `Group`.
@@ -36,7 +34,7 @@ class Samples(Compressor):
 
     Memory:
         mean(bits) / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in
-        whole groups of each sample, and 1 to 4 bytes per sample where widths differ.
+        whole groups of each sample, and 1 to 4 bytes per sample if widths differ.
 
     Example:
         >>> compressor = Samples(bits=(4, 1))
@@ -47,12 +45,12 @@ class Samples(Compressor):
         480
 
     Reference:
-        Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4.2; the sensitivity is that of its
-        code, whose other factors are equal within a tensor.
+        Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4.2. Other factors of its code's
+        sensitivity are equal within a tensor.
     """
 
     parts = ("codes", "bounds", "order")
-    shaped = True  # flat, a tensor has no samples
+    shaped = True  # a flat tensor has no samples
 
     bits: tuple[int, ...] = (2,)
     group_size: int = 256
@@ -66,7 +64,7 @@ class Samples(Compressor):
         for width in widths:
             Group(bits=width, group_size=self.group_size, rounding=self.rounding)
         Group(bounds=self.bounds)
-        # Sorted here, so that equal hand-outs are equal values; a config gives lists.
+        # Sorted, so that equal shares are equal values. Configs contain lists.
         object.__setattr__(self, "bits", tuple(sorted(widths, reverse=True)))
 
     def __repr__(self) -> str:
@@ -79,7 +77,7 @@ class Samples(Compressor):
         return f"Samples({', '.join(parts)})"
 
     def widths(self, n_samples: int) -> list[int]:
-        """Return the widths for a number of samples, the most sensitive first.
+        """Return the widths for `n_samples` samples, the most sensitive first.
 
         Example:
             >>> Samples(bits=(4, 2, 1)).widths(4)
@@ -92,15 +90,14 @@ class Samples(Compressor):
 
         Args:
             x: Any shape, float32, bfloat16, float16 or float64; 0-d is one sample of one element.
-            key: Feeds the stochastic rounding.
+            key: The key of stochastic rounding.
 
         Returns:
-            Tensors `codes`, uint8, those of the widest first; `bounds`, bfloat16 or float32
-            [n_groups, 2]; `order`, int [n_samples], which sample stands where, empty where all
-            have one width.
+            Tensors `codes`, uint8, widest first; `bounds`, bfloat16 or float32 [n_groups, 2]; and
+            `order`, int [n_samples], the sample at each position, empty if all widths are equal.
 
         Raises:
-            TypeError: If `x` is of another dtype.
+            TypeError: If `x` has another dtype.
         """
         rows = _rows(x.detach())
         n_samples, size = rows.shape
@@ -109,12 +106,14 @@ class Samples(Compressor):
         parts = list(self._parts(n_samples))
         order = torch.empty(0, dtype=torch.uint8, device=x.device)
         if len(parts) > 1:
-            order = self._order(padded, length)
+            # Stable: equal tensors give equal payloads.
+            ranges = _ranges(padded, length)
+            order = torch.sort(ranges, descending=True, stable=True).indices
             padded = padded.index_select(0, order)
             order = order.to(_narrowest(n_samples))
         codes, bounds = [], []
         for width, begin, end in parts:
-            # Each width draws its own random bits: equal keys would repeat them.
+            # Each width draws its own random bits.
             seed = key._replace(microbatch=key.microbatch + (width << 32)).bits()
             options = (self.rounding == "stochastic", self.bounds == "fp32")
             some = group.group_quantize(padded[begin:end], width, length, seed, *options)
@@ -124,7 +123,7 @@ class Samples(Compressor):
         return Packed(tensors, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """Return the quantised tensor, contiguous, of the payload's shape and dtype."""
+        """Return the tensor, contiguous, with the payload's shape and dtype."""
         n_samples, size = _sizes(packed.shape)
         length = _group_length(size, self.group_size)
         n_groups = -(-size // length)  # of a sample
@@ -149,7 +148,7 @@ class Samples(Compressor):
         return out.view(packed.shape)
 
     def _parts(self, n_samples: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (width, first, end) of ranks with equal width; one empty part for no samples."""
+        """Yield (width, first, end) of ranks with equal width; one empty part without samples."""
         begin = 0
         for width, n in Counter(self.widths(n_samples)).items():
             yield width, begin, begin + n
@@ -157,20 +156,16 @@ class Samples(Compressor):
         if n_samples == 0:
             yield self.bits[0], 0, 0
 
-    def _order(self, padded: Tensor, length: int) -> Tensor:
-        # Stable: equal tensors give equal payloads.
-        return torch.sort(_ranges(padded, length), descending=True, stable=True).indices
-
 
 def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
     """Return each sample's sensitivity: the sum over its groups of (max - min)**2.
 
     Args:
-        x: Any shape, a float dtype; its leading dimension counts samples.
+        x: A float tensor of any shape; its leading dimension counts samples.
         group_size: Elements per group.
 
     Returns:
-        float32 [n_samples], on the device of `x`; of finite elements, 0 where there are none.
+        float32 [n_samples], for the finite elements; 0 without any.
 
     Example:
         >>> sensitivity(torch.tensor([[0.0, 2.0], [1.0, 1.0]]))
@@ -196,7 +191,7 @@ def _ranges(padded: Tensor, length: int) -> Tensor:
 
 
 def _sizes(shape: Sequence[int]) -> tuple[int, int]:
-    """Return the number of samples, and of elements in each."""
+    """Return the number of samples and the elements per sample."""
     n_samples = shape[0] if shape else 1
     return n_samples, torch.Size(shape[1:]).numel()
 
@@ -206,7 +201,7 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def _group_length(size: int, group_size: int) -> int:
-    """Return the elements per group: at most what a short row needs."""
+    """Return the elements per group, at most those of a short row."""
     return min(group_size, max(8, -(-size // 8) * 8))
 
 

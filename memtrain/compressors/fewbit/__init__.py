@@ -1,1 +1,1 @@
-"""Few-bit tables: step functions that stand for the derivative of an activation."""
+"""Few-bit tables: step functions that approximate the derivative of an activation."""

@@ -1,4 +1,4 @@
-"""The activation functions that few-bit tables know, with their derivatives, in float64."""
+"""Activation functions of the few-bit tables, with their derivatives, in float64."""
 
 import difflib
 import math
@@ -14,10 +14,10 @@ Interval = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """A function and its derivative, both elementwise on float64 arrays.
+    """A function and its derivative, elementwise on float64 arrays.
 
     `value` may be any antiderivative of `slope`. `breaks` are the points where `slope` jumps or
-    bends: the solver puts grid points there.
+    bends; the solver's grid contains them.
     """
 
     value: Function
@@ -25,26 +25,18 @@ class Curve(NamedTuple):
     breaks: tuple[float, ...] = ()
 
 
-def _everywhere(*_: float) -> bool:
-    return True
-
-
-def _usual(*_: float) -> Interval:
-    return -10.0, 10.0
-
-
 class Family(NamedTuple):
     """An activation with its parameters, in the order of the torch function's arguments.
 
-    `defaults` are torch's (None: must be given). Parameters that fail `valid` are refused with the
-    words of `allowed`. `interval` is where a table's error counts; it follows the parameters.
+    `defaults` are torch's; None marks a required parameter. `valid` checks the parameters, and
+    `allowed` describes valid ones in error messages. A table's error is integrated over `interval`.
     """
 
     curve: Callable[..., Curve]
     defaults: Mapping[str, float | None] = {}
-    valid: Callable[..., bool] = _everywhere
+    valid: Callable[..., bool] = lambda *_: True
     allowed: str = "finite numbers"
-    interval: Callable[..., Interval] = _usual
+    interval: Callable[..., Interval] = lambda *_: (-10.0, 10.0)
 
 
 _erf = np.frompyfunc(math.erf, 1, 1)
@@ -68,8 +60,7 @@ def normal_pdf(x: Array) -> Array:
 
 
 def _sigmoid(x: Array) -> Array:
-    # tanh never overflows
-    return 0.5 + 0.5 * np.tanh(0.5 * x)
+    return 0.5 + 0.5 * np.tanh(0.5 * x)  # tanh never overflows
 
 
 def _logaddexp(x: Array) -> Array:
@@ -128,7 +119,7 @@ def _hardswish_slope(x: Array) -> Array:
 
 
 def _broken(breaks: tuple[float, ...], *slopes: float) -> Curve:
-    """Build a continuous piecewise-linear function: `slopes[i]` up to and at `breaks[i]`."""
+    """Return a continuous piecewise-linear function: `slopes[i]` up to and at `breaks[i]`."""
     edges = np.array(breaks)
 
     def slope(x: Array) -> Array:
@@ -154,12 +145,12 @@ def _leaky(slope: float) -> Curve:
 
 
 def _around(*points: float) -> Interval:
-    """Return the usual interval, extended by the largest magnitude of the points."""
+    """Return the default interval, extended by the largest magnitude of the points."""
     reach = 10.0 + max(map(abs, points))
     return -reach, reach
 
 
-# Names as `torch.nn.functional` has them; `gelu_tanh` is gelu(approximate="tanh"), `quick_gelu` is
+# Names of `torch.nn.functional`; `gelu_tanh` is gelu(approximate="tanh"), `quick_gelu` is
 # x * sigmoid(1.702 x).
 FAMILIES: dict[str, Family] = {
     "gelu": Family(lambda: Curve(lambda x: x * _cdf(x), lambda x: _cdf(x) + x * normal_pdf(x))),
@@ -225,14 +216,14 @@ def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ..
 
     Args:
         function: A name in `FAMILIES`.
-        parameters: The first of its parameters, or all, or none.
+        parameters: The first parameters, or none.
 
     Returns:
-        One number for each parameter.
+        One number per parameter.
 
     Raises:
         ValueError: If the name is unknown, or parameters are too many, too few or not allowed.
-        TypeError: If one is no number.
+        TypeError: If a parameter is not a number.
 
     Example:
         >>> complete("softplus", (2.0,)), complete("gelu")
@@ -248,7 +239,7 @@ def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ..
     rest = list(family.defaults.values())[len(parameters) :]
     if len(parameters) > len(names) or None in rest:
         raise ValueError(f"parameters {tuple(parameters)} do not fit: {wanted}")
-    # adding 0 turns -0 into 0: equal parameters give equal tables
+    # Adding 0 turns -0 into 0: equal parameters give equal tables.
     full = (*(float(v) + 0.0 for v in parameters), *(v for v in rest if v is not None))
     if not (all(map(math.isfinite, full)) and family.valid(*full)):
         raise ValueError(f"parameters {full} are out of range: {wanted}; allowed: {family.allowed}")
@@ -256,7 +247,7 @@ def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ..
 
 
 def check_name(function: str, names: Sequence[str] | Mapping[str, object]) -> None:
-    """Raise a ValueError with the nearest name where `function` is not in `names`."""
+    """Raise ValueError with the nearest name if `function` is not in `names`."""
     if function not in names:
         near = difflib.get_close_matches(str(function), list(names), 1, 0.5)
         hint = f"did you mean {near[0]!r}? " if near else ""
@@ -274,7 +265,7 @@ def curve(function: str, parameters: Sequence[float] = ()) -> Curve:
     return FAMILIES[function].curve(*full)
 
 
-# Those that need no parameters, with torch's defaults.
+# Functions with defaults for all parameters.
 CURVES: dict[str, Curve] = {
     name: curve(name) for name, family in FAMILIES.items() if None not in family.defaults.values()
 }

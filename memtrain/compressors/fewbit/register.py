@@ -1,4 +1,4 @@
-"""User-defined elementwise functions, approximated like the built-in ones."""
+"""User-defined elementwise functions, approximated like built-in ones."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -16,22 +16,22 @@ from memtrain.compressors.fewbit.solver import check_bits, solve
 from memtrain.compressors.fewbit.step_function import Approximation
 
 Elementwise = Callable[[Tensor], Tensor]
-_POINTS = 2001  # points at which a function is evaluated to check it
+_POINTS = 2001  # points of the check
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Registered:
-    """A registered function; call it like the original.
+    """A registered function, called like the original.
 
-    Inside a wrapped model the interception sees the call as one op (it reaches an active
-    `TorchFunctionMode` with this object as the function) and keeps few-bit codes of its input.
+    In a wrapped model the call is one op: an active `TorchFunctionMode` receives this object as the
+    function, and few-bit codes replace its saved input.
 
     Attributes:
         name: Its name in sites, rules and `DerivativeCode(function=...)`.
-        plain: The function itself.
-        derivative: f', or None for autograd of `plain`.
-        bits: Bits of its table by default.
-        interval: Where the table's error counts.
+        plain: The original function.
+        derivative: f', or None for autograd through `plain`.
+        bits: Default bits of its table.
+        interval: The interval over which the table's error is integrated.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Registered:
 
     @property
     def __name__(self) -> str:
-        """The name, as for other functions."""
+        """The function's name."""
         return self.name
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -52,13 +52,10 @@ class Registered:
         return self.plain(x)
 
     def table(self, bits: int | None = None) -> Approximation:
-        """Return the step function for its derivative, solved once in a process.
+        """Return the step function for the derivative, cached in the process.
 
         Args:
-            bits: 1 to 8; its own by default.
-
-        Returns:
-            The approximation.
+            bits: Bits per code, 1 to 8; `self.bits` by default.
 
         Raises:
             ValueError: If `bits` is not allowed.
@@ -73,7 +70,7 @@ class Registered:
         return _solved(self, width)
 
     def __reduce__(self) -> tuple[Callable[[str], "Registered"], tuple[str]]:
-        """Pickle by name: a decorated function cannot be found by its own name."""
+        """Pickle by name: pickle cannot find a decorated function under its own name."""
         return registered, (self.name,)
 
 
@@ -90,19 +87,20 @@ def register(
 ) -> Registered:
     """Register a user-defined function, so that few-bit codes can replace its saved input.
 
-    It is evaluated in float64 on the CPU. The table is solved at first use. A later function with
-    the same name takes its place; calls of the earlier one then keep their input.
+    The function is evaluated in float64 on the CPU, and its table is solved at first use. A later
+    registration replaces an earlier one with the same name, whose calls then keep their input.
 
     Args:
-        fn: Elementwise, a tensor in and one of its shape and dtype out, without side effects.
-        name: The function's own by default; letters, digits and underscores.
-        derivative: f', elementwise; by default autograd of `fn`. It need not be `fn`'s true
-            derivative: a straight-through estimator is approximated as it is given.
-        bits: 1 to 8.
-        interval: Where the error counts; outside, the outermost levels hold.
+        fn: An elementwise function from a tensor to a tensor with the same shape and dtype, without
+            side effects.
+        name: Letters, digits and underscores; `fn.__name__` by default.
+        derivative: f', elementwise; autograd through `fn` by default. It may differ from the true
+            derivative, as in a straight-through estimator.
+        bits: Bits per code, 1 to 8.
+        interval: The interval of the error's integral. The outermost levels continue outside.
 
     Returns:
-        A function to call in place of `fn`; also in `REGISTERED[name]`.
+        A function to call in place of `fn`; also `REGISTERED[name]`.
 
     Raises:
         ValueError: If the name is not allowed or built in, `bits` or `interval` is out of range, or
@@ -135,10 +133,10 @@ def register(
 
 
 def registered(name: str) -> Registered:
-    """Return the function registered under `name`.
+    """Return the function with a name.
 
     Raises:
-        ValueError: If this process does not know the name.
+        ValueError: If the name is not registered in this process.
 
     Example:
         >>> registered("nothing")
@@ -155,10 +153,9 @@ def registered(name: str) -> Registered:
 
 
 def _alone(work: Callable[..., Any], *arguments: Any) -> Any:
-    """Run `work` in a separate thread.
+    """Run `work` in a separate thread, without the caller's thread-local modes.
 
-    Modes are the thread's: neither a fake-tensor mode, an interception, autocast, inference mode
-    nor a default device of the caller then reaches the float64 arithmetic.
+    Fake tensors, interception, autocast, inference mode and default devices are such modes.
     """
     with ThreadPoolExecutor(1) as pool:
         return pool.submit(work, *arguments).result()
@@ -193,7 +190,7 @@ def _check(name: str, fn: Elementwise, derivative: Elementwise | None, interval:
                     f"{name!r} gives {got} for float64 {x.shape}; allowed: the same shape and dtype"
                 )
             whole, part = _values(run, x), _values(run, x[: _POINTS // 3])
-        # Vectorised tails may round differently: not compared to the last bit.
+        # The ends of vectorised loops may round differently.
         if not np.allclose(whole[: len(part)], part, rtol=1e-9, atol=1e-12, equal_nan=True):
             raise ValueError(
                 f"{name!r} is not elementwise: its {what} change with their neighbours"
@@ -209,6 +206,6 @@ def _solved(function: Registered, bits: int) -> Approximation:
         lambda x: _values(function.plain, x),
         lambda x: _slopes(function.plain, function.derivative, x),
     )
-    # An explicit weight makes the solver integrate the slope itself: the value's difference
-    # quotients would be wrong where the derivative is not the value's.
+    # With an explicit weight the solver integrates the slope: difference quotients of the value are
+    # wrong if the derivative is not the value's.
     return _alone(lambda: solve(curve, bits, function.interval, np.ones_like))

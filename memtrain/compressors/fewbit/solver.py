@@ -1,6 +1,6 @@
 """The best piecewise-constant approximation of an activation's derivative: few-bit tables.
 
-Prefix integrals on a grid, an exact dynamic programme over it, and Newton steps off it.
+Prefix integrals on a grid, an exact dynamic program over the grid, and Newton steps off the grid.
 """
 
 from functools import lru_cache
@@ -22,9 +22,9 @@ from memtrain.compressors.fewbit.functions import (
 )
 from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approximation
 
-# Gauss-Legendre on one grid cell (10 / 1000 wide): exact to rounding for these functions.
+# Gauss-Legendre on a grid cell (10 / 1000 wide): exact to rounding for these functions.
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(8)
-_ROWS = 128  # end points handled at once: the search holds _ROWS x n costs, never n x n
+_ROWS = 128  # end points per iteration: the search stores _ROWS x n costs
 
 
 class Problem(NamedTuple):
@@ -39,11 +39,11 @@ class Problem(NamedTuple):
 
     @property
     def noise(self) -> float:
-        """The rounding error of a difference of numbers as large as the energy."""
+        """The rounding error of differences of numbers as large as the energy."""
         return 1e-14 * self.energy
 
     def prefix(self, s: Array) -> tuple[Array, Array]:
-        """Return mass and moment from the interval's start to any points `s`."""
+        """Return mass and moment from the interval's start to the points `s`."""
         if self.weight is None:
             return s - self.grid[0], self.curve.value(s) - self.curve.value(self.grid[:1])
         cell = np.clip(np.searchsorted(self.grid, s) - 1, 0, len(self.grid) - 2)
@@ -67,15 +67,15 @@ def _integrate(
 
 
 def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: int) -> Problem:
-    """Set up the problem on an even grid of `cells` cells plus the curve's break points.
+    """Return the problem on an even grid of `cells` cells and the curve's break points.
 
     Example:
         >>> from memtrain.compressors.fewbit.functions import CURVES
         >>> prepare(CURVES["selu"], None, (-1.0, 2.0), 4).grid.tolist()
         [-1.0, -0.25, 0.0, 0.5, 1.25, 2.0]
     """
+    # With this order of operations 0 and other round numbers are exact grid points.
     low, high = interval
-    # This order of operations makes 0 and other round numbers exact grid points.
     grid = low + (high - low) * np.arange(cells + 1) / cells
     for point in curve.breaks:
         if low < point < high:
@@ -93,26 +93,25 @@ def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: in
 def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> list[int]:
     """Return grid indices of the inner boundaries of the best split into `count` intervals.
 
-    The energy is the same for every split, so an interval costs minus its moment**2 / mass. All
-    layers of a few end points are done together, for the costs are the same in each layer.
+    The energy is the same for every split, so an interval costs minus its moment**2 / mass. Costs
+    are the same in each layer, so all layers of some end points are computed together.
 
-    These costs do not keep the quadrangle inequality where f' is not monotone (GELU's overshoots
-    at both ends), so divide and conquer or SMAWK would be wrong. What holds for any f' is that
-    splitting an interval never costs more: T(j, i') >= T(j, i) + T(i, i'). So a start j with
-    best[k-1][j] + T(j, i) >= best[k-1][i] is beaten, in layer k, by the start i for every end
-    behind i, and may be dropped for good. Few starts survive: the ones about one interval back.
+    The costs violate the quadrangle inequality if f' is not monotone (GELU), so divide and conquer
+    and SMAWK would be wrong. For any f', splitting an interval never costs more:
+    T(j, i') >= T(j, i) + T(i, i'). So a start j with best[k-1][j] + T(j, i) >= best[k-1][i] is
+    dominated, in layer k, by the start i for every end behind i. It is dropped.
 
     Args:
         mass: Prefix mass, [n + 1].
         moment: Prefix moment, [n + 1].
-        count: How many intervals, at most n.
-        prune: Whether to drop starts; without, every start is tried.
+        count: Number of intervals, at most n.
+        prune: Whether to drop dominated starts.
 
     Returns:
         count - 1 indices, ascending.
 
     Memory:
-        12 bytes per grid point and level; a strip of 128 rows of costs besides.
+        12 bytes per grid point and level, and the costs of 128 rows.
 
     Example:
         >>> search(np.arange(5.0), np.array([0.0, 0.0, 0.0, 1.0, 2.0]), 2)
@@ -122,7 +121,7 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
     best = np.full((count + 1, n + 1), np.inf)
     best[0, 0] = 0.0
     start_of = np.zeros((count + 1, n + 1), np.int32)
-    lowest = [0] * (count + 1)  # of each layer, the first start not dropped
+    lowest = [0] * (count + 1)  # the first remaining start of each layer
     for first in range(1, n + 1, _ROWS):
         end = np.arange(first, min(first + _ROWS, n + 1))
         width, rows = int(end[-1]), np.arange(len(end))
@@ -146,12 +145,12 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
 
 
 def _gain(mass: Array, moment: Array) -> Array:
-    """Return moment**2 / mass; 0 where a far tail has no mass in float64."""
+    """Return moment**2 / mass; 0 for intervals without mass in float64."""
     return np.divide(moment**2, mass, out=np.zeros_like(mass), where=mass > 0)
 
 
 def fit(problem: Problem, boundaries: Array) -> tuple[Array, Array]:
-    """Return best levels [..., K] and error [...] for boundaries [..., K - 1]."""
+    """Return the best levels [..., K] and the error [...] for boundaries [..., K - 1]."""
     edge = problem.grid[[0, -1]]
     shape = (*boundaries.shape[:-1], 1)
     edges = np.concatenate(
@@ -163,7 +162,7 @@ def fit(problem: Problem, boundaries: Array) -> tuple[Array, Array]:
 
 
 def gradient(problem: Problem, boundaries: Array) -> Array:
-    """Return the error's derivative by each boundary, equation 5 of the paper."""
+    """Return the error's derivative with respect to the boundaries, equation 5 of the paper."""
     levels, _ = fit(problem, boundaries)
     left, right = levels[..., :-1], levels[..., 1:]
     slope = problem.curve.slope(boundaries)
@@ -171,9 +170,9 @@ def gradient(problem: Problem, boundaries: Array) -> Array:
 
 
 def refine(problem: Problem, boundaries: Array) -> Array:
-    """Refine boundaries by damped Newton descent; a step is taken if the error does not grow.
+    """Refine boundaries by damped Newton descent; steps that increase the error are rejected.
 
-    A boundary on a break point stays there if the error grows to both sides: no gradient is 0.
+    A boundary on a break point is fixed if the error increases on both sides.
     """
     noise = problem.noise
     low, high = problem.grid[[0, -1]]
@@ -184,7 +183,7 @@ def refine(problem: Problem, boundaries: Array) -> Array:
         if damping > 1e9 or error <= noise or not slant.any():
             break
         curvature = np.where(np.outer(free, free), hessian(problem, boundaries), np.diag(~free))
-        # Absolute curvature as scale: flat stretches (relu) then give no wild steps.
+        # The absolute curvature as scale prevents huge steps on flat stretches (relu).
         scale = np.diag(np.abs(np.diag(curvature)) + 1e-3)
         trial = boundaries - np.linalg.solve(curvature + damping * scale, slant)
         inside = all(a < b for a, b in pairwise([low, *trial, high]))
@@ -200,7 +199,7 @@ def refine(problem: Problem, boundaries: Array) -> Array:
 
 
 def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
-    """Return which boundaries are break points at a local minimum of the error: bool, [K - 1]."""
+    """Return a mask [K - 1] of the boundaries on break points at a local minimum of the error."""
     levels, _ = fit(problem, boundaries)
     left, right = levels[:-1], levels[1:]
     step = 1e-9 * (problem.grid[-1] - problem.grid[0])
@@ -212,9 +211,9 @@ def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
 
 
 def hessian(problem: Problem, boundaries: Array) -> Array:
-    """Return the error's second derivatives, [K - 1, K - 1]: tridiagonal.
+    """Return the error's tridiagonal second derivatives, [K - 1, K - 1].
 
-    f'' and w' are central differences; the rest is analytic.
+    f'' and w' are central differences.
     """
     step = 1e-6
     levels, _ = fit(problem, boundaries)
@@ -226,7 +225,7 @@ def hessian(problem: Problem, boundaries: Array) -> Array:
     tilt = (problem.density(ahead) - problem.density(behind)) / (2 * step)
     left, right = levels[:-1], levels[1:]
     off, jump = 2 * slope - left - right, right - left
-    # How a boundary moves the level on its left and the one on its right.
+    # The derivatives of the levels on a boundary's left and right.
     d_left = weight * (slope - left) / mass[:-1]
     d_right = -weight * (slope - right) / mass[1:]
     diagonal = (
@@ -249,30 +248,29 @@ def solve(
     n: int = 2000,
     refine: bool = True,
 ) -> Approximation:
-    """Find the step function of 2**bits levels nearest to f' in the weighted L2 norm.
+    """Find the step function with 2**bits levels nearest to f' in the weighted L2 norm.
 
-    An exact dynamic programme over a grid of `n` cells finds the globally best boundaries on that
-    grid; damped Newton steps on the analytic gradient then move them off the grid.
+    An exact dynamic program finds the best boundaries on a grid; damped Newton steps on the
+    analytic gradient then move them off the grid.
 
     Args:
-        fn: A name (of `fewbit.functions.CURVES`, default parameters), or a `Curve`: function,
-            derivative, and the points where the derivative jumps.
-        bits: 1 to 8.
-        interval: Where the error counts; outside, the outermost levels hold.
+        fn: A name in `fewbit.functions.CURVES`, or a `Curve`.
+        bits: Bits per code, 1 to 8.
+        interval: The interval of the error's integral. The outermost levels continue outside.
         weight: `"uniform"` (1), `"normal"` (the standard density) or a positive function of
-            float64 arrays. With `"uniform"` every level is the exact (f(b) - f(a)) / (b - a).
+            float64 arrays. With `"uniform"` every level is exactly (f(b) - f(a)) / (b - a).
         n: Grid cells over the interval.
         refine: Whether to leave the grid.
 
     Returns:
-        The approximation. Where f', the weight and the interval are even, it is in |x|, so that all
-        levels serve both halves; its `error` counts the whole interval.
+        The approximation. If f', the weight and the interval are even, it is in |x|, so that all
+        levels serve both halves; `error` is that of the whole interval.
 
     Raises:
         ValueError: If a name is unknown or a value out of range.
 
     Memory:
-        12 n bytes per level; no n x n matrix is held.
+        12 n bytes per level.
 
     Example:
         >>> table = solve("gelu", 2)
@@ -280,9 +278,7 @@ def solve(
         ([-0.469, 0.0, 0.469], 0.0406)
 
     Reference:
-        Novikov et al., Few-Bit Backward: Quantized Gradients of Activation Functions for Memory
-        Footprint Reduction, ICML 2023, arXiv:2202.00441, section 2 (equations 3 to 5, dynamic
-        programming).
+        Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, section 2 (equations 3 to 5).
     """
     check_bits(bits)
     if not (np.isfinite(interval).all() and interval[0] < interval[1]):
@@ -313,15 +309,15 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
     """Return the table for training, cached in the process.
 
     Piecewise-linear functions of two slopes (relu, relu6, leaky_relu, hardtanh, hardsigmoid,
-    hardshrink, softshrink, threshold) have a table of one bit whatever `bits` says: it
-    is their derivative, bit for bit, at every float32, bfloat16 and float16 (subnormal
-    break points count as 0). All others are `solve`d on [-10, 10], which scales with the
-    parameters: by alpha for celu, by 1 / beta for softplus, and wider by log(alpha) for elu.
+    hardshrink, softshrink, threshold) always have a table of one bit: their exact derivative for
+    every float32, bfloat16 and float16 (subnormal break points count as 0). Other functions are
+    solved on [-10, 10], scaled by alpha for celu and 1 / beta for softplus, and extended by
+    log(alpha) for elu.
 
     Args:
         function: A name in `fewbit.functions.FAMILIES`.
-        bits: 1 to 8.
-        parameters: In the order of the torch function's arguments; torch's defaults where left out.
+        bits: Bits per code, 1 to 8.
+        parameters: Arguments of the torch function; torch's defaults if omitted.
 
     Returns:
         The approximation.
@@ -341,7 +337,7 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
 
 
 def check_bits(bits: int) -> None:
-    """Raise a ValueError unless `bits` is an integer from 1 to 8."""
+    """Raise ValueError unless `bits` is an integer from 1 to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int):
         raise ValueError(f"bits {bits!r} is no integer; allowed: 1 to {MAX_BITS}")
     if not 1 <= bits <= MAX_BITS:
