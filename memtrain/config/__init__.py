@@ -1,4 +1,4 @@
-"""Configs: the ways to give one, the typed schema, and the messages for mistakes."""
+"""Configs: their forms, the typed schema, and messages for mistakes."""
 
 from memtrain.config.schema import ActivationRule, Activations, Config, Optim, Release, StateRule
 from memtrain.config.sources import compose, from_mapping, load, options

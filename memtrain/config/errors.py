@@ -1,4 +1,4 @@
-"""Error messages for configs: the wrong key or value, and the nearest valid one."""
+"""Error messages for configs, with the wrong key or value and the nearest valid one."""
 
 import dataclasses
 import difflib
@@ -11,7 +11,7 @@ _NO_LIST = "is not a ListConfig"  # OmegaConf's words
 
 
 def nearest(value: str, allowed: Sequence[str]) -> str:
-    """Return the end of an error message: the nearest allowed value, then all of them.
+    """Return the end of an error message: the nearest allowed value, and all allowed values.
 
     Example:
         >>> nearest("balance", ["balanced", "exact"])
@@ -23,30 +23,27 @@ def nearest(value: str, allowed: Sequence[str]) -> str:
 
 
 def at_least(name: str, value: int, lowest: int) -> None:
-    """Raise for a number that is too small.
-
-    Raises:
-        ValueError: If `value` is below `lowest`.
-    """
+    """Raise ValueError if `value` is below `lowest`."""
     if value < lowest:
         raise ValueError(f"{name}={value} is out of range; allowed: {lowest} or more")
 
 
 def check_keys(cfg: Any, schema: type, path: str = "") -> None:
-    """Raise for keys of `cfg` that are not fields of the dataclass `schema`, at any depth.
+    """Check that all keys of `cfg` are fields of a dataclass, at any depth.
 
     Args:
-        cfg: A mapping; lists in it are checked against their element's class.
-        schema: A dataclass.
-        path: Where `cfg` stands, for the message.
+        cfg: A mapping. Items of its lists are checked against the element type.
+        schema: The dataclass.
+        path: The position of `cfg`, for the message.
 
     Raises:
         ValueError: For an unknown key, with the nearest valid one.
-        TypeError: For a value where a mapping or a list must stand.
+        TypeError: For a value that must be a mapping or a list.
     """
     if not isinstance(cfg, Mapping | DictConfig):
         name = path.rstrip(".") or "a config"
-        hint = f"; a list of overrides may name a group: ['{name}={cfg}']" if _word(cfg) else ""
+        word = isinstance(cfg, str) and cfg.isidentifier()
+        hint = f"; a list of overrides may name a group: ['{name}={cfg}']" if word else ""
         raise TypeError(f"{name}={cfg!r} must be a mapping of keys{hint}")
     fields = {item.name: item for item in dataclasses.fields(schema)}
     for key in cfg:
@@ -63,12 +60,8 @@ def check_keys(cfg: Any, schema: type, path: str = "") -> None:
                 check_keys(item, element, f"{path}{key}.{index}.")
 
 
-def _word(value: Any) -> bool:
-    return isinstance(value, str) and value.isidentifier()
-
-
 def first_line(error: Exception) -> str:
-    """Shorten an OmegaConf error, or Hydra's of one, to its key and its first line."""
+    """Return the key and the first line of an error of OmegaConf, or of its cause."""
     cause = error.__cause__ or error
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     key = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("full_key")), "")
@@ -82,13 +75,13 @@ def explain(
     options: Callable[[str], list[str]],
     defaults: Callable[[], Any],
 ) -> Exception:
-    """Convert Hydra's error to one that names the value and what is allowed.
+    """Convert Hydra's error to one with the value and the allowed values.
 
     Args:
         error: Hydra's error.
         overrides: The overrides.
-        options: Maps a config group to the names of its files, anything else to none.
-        defaults: Composes the same primary config without overrides.
+        options: A function from a config group to the names of its files, empty for other keys.
+        defaults: A function that composes the same primary config without overrides.
 
     Returns:
         A ValueError for an unknown option or key, a TypeError for a value of the wrong type.
@@ -105,7 +98,10 @@ def explain(
         if key and key in text:
             valid = _keys(defaults(), "")
             if key not in valid:
-                return ValueError(f"unknown key {key!r}; {_closest(key, valid)}")
+                close = difflib.get_close_matches(key, valid, n=3, cutoff=0.3)
+                top = ", ".join(sorted(name for name in valid if "." not in name))
+                allowed = f"nearest valid: {', '.join(close)}" if close else f"allowed: {top}"
+                return ValueError(f"unknown key {key!r}; {allowed}")
             return TypeError(f"{override!r}: {first_line(error)}")
     return ValueError(text)
 
@@ -120,9 +116,3 @@ def _keys(node: Any, path: str) -> list[str]:
         return [path]
     inner = [key for name, item in pairs for key in _keys(item, f"{path}.{name}".lstrip("."))]
     return [path, *inner] if path else inner
-
-
-def _closest(value: str, allowed: Sequence[str]) -> str:
-    close = difflib.get_close_matches(value, allowed, n=3, cutoff=0.3)
-    top = sorted(name for name in allowed if "." not in name)
-    return f"nearest valid: {', '.join(close)}" if close else f"allowed: {', '.join(top)}"

@@ -1,4 +1,4 @@
-"""The typed schema of a config, with every default."""
+"""The typed schema of a config, with all defaults."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,29 +15,29 @@ STATE_DEVICES = (KEEP, CPU)
 
 @dataclass(kw_only=True)
 class ActivationRule:
-    """Sites of saved tensors, and their compressor. Patterns are globs, `|` separates them."""
+    """A compressor for sites of saved tensors. Patterns are globs; `|` separates them."""
 
     module: str = "*"
     """Path of the module whose forward saves the tensor, as in `named_modules()`."""
     op: str = "*"
-    """The op that saves it: `linear`, `gelu`, `layer_norm`, `scaled_dot_product_attention` ..."""
+    """The op: `linear`, `gelu`, `layer_norm`, `scaled_dot_product_attention` ..."""
     tensor: str = "*"
-    """Which of the op's tensors: `input`, `input1` ..., `saved` (a copy, a statistic)."""
+    """The role of the tensor: `input`, `input1` ..., or `saved` (a copy, a statistic)."""
     compressor: Any = KEEP
-    """A name, or `{name: ..., ...}` with the compressor's own fields, which replaces the preset's
-    (without a `name` it changes those fields); `keep` leaves it alone."""
+    """A name, or `{name: ..., ...}` with the compressor's fields, which replaces the preset's
+    compressor. A mapping without `name` changes fields of the preset's. `keep` keeps the tensor."""
 
 
 @dataclass(kw_only=True)
 class StateRule:
-    """Optimizer states, and their compressor. Patterns are globs, `|` separates them."""
+    """A compressor for optimizer states. Patterns are globs; `|` separates them."""
 
     parameter: str = "*"
     """Name of the parameter, as in `named_parameters()`."""
     state: str = "*"
     """Name of the state, as in the optimizer's `state`: `exp_avg`, `momentum_buffer` ..."""
     compressor: Any = KEEP
-    """`B128/DE`, `Rank-1/Linear`, `factored` ..., or `{name: ..., ...}`; `keep` leaves it alone."""
+    """`B128/DE`, `Rank-1/Linear`, `factored` ..., or `{name: ..., ...}`; `keep` keeps the state."""
 
 
 @dataclass(kw_only=True)
@@ -45,39 +45,39 @@ class Activations:
     """Saved tensors."""
 
     exceptions: list[ActivationRule] = field(default_factory=list)
-    """Your own rules, tried before `rules`. One whose module does not exist is an error."""
+    """The user's rules, tried before `rules`. A module that does not exist is an error."""
     rules: list[ActivationRule] = field(default_factory=list)
-    """The preset's rules: ordered, first match wins; one that matches nothing is listed."""
+    """The preset's ordered rules: the first match wins."""
     sites: dict[str, Any] = field(default_factory=dict)
-    """`module / op / tensor` -> compressor: a plan file's decisions, before every rule. A site
-    that does not exist is an error."""
+    """`module / op / tensor` -> compressor: a plan file's decisions, before all rules. A site that
+    does not exist is an error."""
     recompute: list[str] = field(default_factory=list)
-    """Modules (paths; globs) that keep their inputs only, and are recomputed in the backward;
-    `@blocks`: those that the model repeats. Of nested ones the outermost. One that does not exist
-    is an error."""
+    """Modules (paths or globs) that save only their inputs and are recomputed in the backward.
+    `@blocks`: the modules that the model repeats. The outermost of nested ones counts. A module
+    that does not exist is an error."""
     recompute_inputs: Any = "keep"
-    """A compressor for the inputs of those modules.
-    `keep`: their gradients are plain training's to the last bit."""
+    """A compressor for the inputs of those modules. `keep`: gradients equal the baseline's to the
+    last bit."""
     min_elements: int = 1024
-    """Smaller tensors are kept as they are."""
+    """Smaller tensors are kept."""
     derive_outputs: bool = True
-    """A norm's output that another op saves is recomputed from the payload that the norm keeps."""
+    """Whether a norm's output that another op saves is recomputed from the norm's payload."""
     derive_products: bool = False
-    """Recompute outputs of SiLU and GELU that have a `group` rule, products, and casts of
-    attention's output, from what these ops store."""
+    """Whether outputs of SiLU and GELU with a `group` rule, products, and casts of attention's
+    output are recomputed from tensors that these ops save."""
     backward_bytes: int | None = None
-    """A convolution's backward decompresses at most so many bytes of its input at once and works
-    through the batch in pieces; empty: the whole batch at once."""
+    """Limit of the bytes of its input that a convolution's backward decompresses at once, by parts
+    of the batch; empty: the whole batch at once."""
     average_bits: float | None = None
-    """Bits per element over all sites whose rule says `bits: auto`, 1 to 8."""
+    """Bits per element over all sites with `bits: auto`, 1 to 8."""
     adapt_interval: int = 1000
-    """Steps from one measurement of their sensitivities to the next."""
+    """Steps between two measurements of their sensitivities."""
     sensitivity: str = "statistics"
-    """How they are measured: `statistics` (ActNN: from a step's own forward and backward) or
-    `passes` (GACT: three backward passes a site, by `memtrain.adapter(model).step(closure)`)."""
+    """`statistics` (ActNN: from a step's own forward and backward) or `passes` (GACT: three
+    backward passes per site, by `memtrain.adapter(model).step(closure)`)."""
     verify: bool = False
-    """Compare what replaced ops return, and what backward reads, with the exact values in the first
-    three forwards of a run; an error names the site. Copies of all saved tensors live meanwhile."""
+    """Whether the first three forwards compare results of replaced ops and tensors of the backward
+    with exact values. An error names the site. Copies of all saved tensors are kept meanwhile."""
 
     def __post_init__(self) -> None:
         at_least("activations.min_elements", self.min_elements, 0)
@@ -96,16 +96,17 @@ class Optim:
     """Optimizer states."""
 
     exceptions: list[StateRule] = field(default_factory=list)
-    """Your own rules, for any optimizer, tried before `rules`. Their parameters must exist."""
+    """The user's rules for any optimizer, tried before `rules`. A parameter that does not exist is
+    an error."""
     rules: list[StateRule] = field(default_factory=list)
-    """The preset's rules: ordered, first match wins; for optimizers that memtrain knows."""
+    """The preset's ordered rules for optimizers that memtrain knows: the first match wins."""
     sites: dict[str, Any] = field(default_factory=dict)
-    """`parameter / optimizer / state` -> compressor: a plan file's decisions, before every rule."""
+    """`parameter / optimizer / state` -> compressor: a plan file's decisions, before all rules."""
     min_elements: int = 4096
-    """States of parameters with no more elements are kept as they are (the paper's rule)."""
+    """States of parameters with at most as many elements are kept (the paper's rule)."""
     device: str = KEEP
-    """`cpu`: states lie in host memory and are stepped there, which gradients are copied to and
-    updated weights from; `keep`: where the parameters are."""
+    """`cpu`: states are in host memory and stepped there; gradients are copied to the host, and
+    updated weights back. `keep`: states are on the parameters' device."""
 
     def __post_init__(self) -> None:
         at_least("optim.min_elements", self.min_elements, 0)
@@ -115,20 +116,21 @@ class Optim:
 
 @dataclass(kw_only=True)
 class Release:
-    """Options of released gradients, where `gradients=release`."""
+    """Options of released gradients, for `gradients=release`."""
 
     clip: str = "none"
-    """`none`, `value`, `parameter` (each by its own norm), `previous` (by the last step's global
-    norm), `two_pass` (exact, by `optimizer.step(closure)`) or, where `optim.device=cpu`,
-    `global_norm` (exact: gradients wait on the host until the norm of all is known)."""
+    """`none`, `value`, `parameter` (by its own norm), `previous` (by the last step's global norm),
+    `two_pass` (exact, by `optimizer.step(closure)`) or, with `optim.device=cpu`, `global_norm`
+    (exact: gradients wait on the host for the norm of all)."""
     limit: float = 1.0
-    """Of the clipping."""
+    """The limit of clipping."""
     loss_scale: float = 1.0
-    """The factor of the loss: gradients are divided by it."""
+    """The factor of the loss, by which gradients are divided."""
     skip_nonfinite: bool = True
-    """Whether a gradient with NaN or Inf skips its parameter's update (on CUDA a wait for each)."""
+    """Whether a gradient with NaN or Inf skips its parameter's update. On CUDA each parameter then
+    synchronizes with the host."""
     accumulate: int = 1
-    """Backward passes that make a step: their gradients are added up in one byte an element."""
+    """Backward passes per step. Their gradients are added in one byte per element."""
 
     def __post_init__(self) -> None:
         check_options(self.clip, self.limit, self.loss_scale, self.accumulate, "release.")
@@ -136,7 +138,7 @@ class Release:
 
 @dataclass(kw_only=True)
 class Config:
-    """Everything `memtrain.wrap` reads.
+    """The config of `memtrain.wrap`.
 
     Example:
         >>> from memtrain.config.sources import load
@@ -146,31 +148,30 @@ class Config:
     """
 
     preset: Any = None
-    """Whose values fill a part whose rules are empty here. A Config without one does what its rules
-    say, and nothing else; what `load` returns has its preset's rules in it already."""
+    """The preset that fills parts without rules. Configs from `load` contain the preset's rules and
+    have no preset."""
     activations: Activations = field(default_factory=Activations)
     """Saved tensors."""
     optim: Optim = field(default_factory=Optim)
     """Optimizer states."""
     weights: str = KEEP
     """Weights in 2 bytes with 8 or 16 bits of correction, or stochastic rounding (`+sr`): one of
-    `WEIGHTS`. Of the presets only `all_four` and `all_four_2bit` set it."""
+    `WEIGHTS`. Only the presets `all_four` and `all_four_2bit` set it."""
     float32_outputs: bool = True
-    """Whether a model's output stays float32 where its weights are split, as without memtrain: its
-    losses, if it returns any, else every tensor in it. False leaves what the weights' dtype gives.
-    """
+    """Whether a model with split weights returns float32: its losses, if it returns any, else every
+    tensor. If false, outputs have the weights' dtype."""
     gradients: str = KEEP
-    """`release`: weights are updated inside backward, and no gradient stays. Of the presets only
-    `all_four` and `all_four_2bit` set it."""
+    """`release`: the backward updates weights and frees each gradient. Only the presets `all_four`
+    and `all_four_2bit` set it."""
     release: Release = field(default_factory=Release)
-    """How, where gradients are released."""
+    """Options of released gradients."""
     precision: Precision = field(default_factory=Precision)
-    """Which tensors of training are rounded to which float format."""
+    """Float formats of the tensors of training."""
     seed: int = 0
-    """Feeds every random bit of every compressor."""
+    """The seed of all compressors."""
     strict: bool = False
-    """Whether saved tensors that the rules cannot reach (torch.compile, others' hooks, activation
-    checkpointing) are an error at the first step, before it changes anything; else one warning."""
+    """Whether saved tensors that rules cannot reach (torch.compile, other hooks, activation
+    checkpointing) raise an error before the first step, instead of one warning."""
 
     def __post_init__(self) -> None:
         for name, allowed in (("weights", WEIGHTS), ("gradients", GRADIENTS)):

@@ -14,26 +14,25 @@ UNITS = {
     "GiB": 2**30,
     "TiB": 2**40,
 }
-"""Unit -> its bytes."""
+"""Unit -> bytes."""
 
 _NUMBER = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([A-Za-z]*)", re.ASCII)
 _ALLOWED = "a number and a unit (B, kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB of 1024): '24GiB'"
 
 
 def parse_size(value: str | int, name: str = "size") -> int:
-    """Parse a size to bytes. `24GB` and `24GiB` differ: 24 billion, and 24 * 2**30.
+    """Return the bytes of a size. `24GB` is 24 billion bytes, `24GiB` is 24 * 2**30.
 
     Args:
-        value: A number and a unit, in any case, with or without a space between; a whole number
-            without a unit is bytes.
+        value: A number and a unit, in any case; a whole number without a unit is bytes.
         name: The key, for the message.
 
     Returns:
         Bytes, rounded down.
 
     Raises:
-        ValueError: For anything else, a negative number among it; says what is allowed.
-        TypeError: If it is neither text nor a whole number.
+        ValueError: For another string or a negative number.
+        TypeError: For another type.
 
     Example:
         >>> parse_size("24GB"), parse_size("24 GiB"), parse_size("1.5KiB"), parse_size(100)
@@ -54,13 +53,7 @@ def parse_size(value: str | int, name: str = "size") -> int:
 
 
 def format_size(nbytes: int) -> str:
-    """Format bytes in KiB, MiB or GiB.
-
-    Args:
-        nbytes: Bytes; a difference may be negative.
-
-    Returns:
-        Two decimals and a unit of 1024.
+    """Format bytes in KiB, MiB or GiB with two decimals; differences may be negative.
 
     Example:
         >>> format_size(2**30 * 3 // 2), format_size(5 * 2**20), format_size(-100)

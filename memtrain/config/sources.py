@@ -1,10 +1,10 @@
-"""Conversion of the six forms of a config to a checked `Config`."""
+"""Conversion of all forms of a config to a checked `Config`."""
 
 import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -43,25 +43,24 @@ __all__ = [
 ]
 
 _COMPRESSORS = ("compressor", "recompute_inputs")
-"""The last parts of keys whose values are compressors."""
+"""Keys whose values are compressors."""
 _NAMED = re.compile(r"\s*\{(.*,)?\s*name\s*:", re.DOTALL)
 
 
 def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") -> Config:
-    """Convert any allowed form of a config to a `Config`.
+    """Convert any form of a config to a `Config`.
 
     Args:
-        cfg: A preset's name (`"balanced"`, the default for None), the path of a YAML file, a list
-            of Hydra overrides, a dict or a DictConfig (both may name a `preset`, whose values they
-            then change), or a `Config`.
+        cfg: A preset's name (`"balanced"` if None), the path of a YAML file, a list of Hydra
+            overrides, a dict or a DictConfig (with changes to its `preset`), or a `Config`.
 
     Returns:
         The validated config.
 
     Raises:
-        ValueError: For an unknown preset or key (the message gives the nearest valid one) or a
-            value out of range.
-        TypeError: For a value of the wrong type, or a `cfg` of another type.
+        ValueError: For an unknown preset or key, with the nearest valid one, or a value out of
+            range.
+        TypeError: For a value of the wrong type.
         FileNotFoundError: For a YAML path that does not exist.
 
     Example:
@@ -73,7 +72,9 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
     if cfg is None:
         return from_mapping(compose([]))
     if isinstance(cfg, Path) or (isinstance(cfg, str) and cfg.endswith((".yaml", ".yml"))):
-        return _overlay(OmegaConf.load(_existing(Path(cfg))))
+        if not Path(cfg).is_file():
+            raise FileNotFoundError(f"config file {str(cfg)!r} does not exist")
+        return _overlay(OmegaConf.load(Path(cfg)))
     if isinstance(cfg, str):
         return from_mapping(compose([f"preset={cfg}"]))
     if isinstance(cfg, DictConfig):
@@ -107,10 +108,10 @@ def _fill(cfg: Config) -> Config:
 
 
 def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
-    """Compose a primary config of `memtrain/configs` with Hydra; no file is written.
+    """Compose a primary config of `memtrain/configs` with Hydra, without writing files.
 
     Args:
-        overrides: Hydra's: `"preset=smallest"`, `"activations.rules.0.compressor.bits=2"`.
+        overrides: Hydra overrides: `"preset=smallest"`, `"activations.min_elements=2048"`.
         name: The primary config: `"config"` or `"train"`.
 
     Returns:
@@ -123,7 +124,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
         >>> compose(["preset=exact"]).activations.rules[0].compressor
         'identity'
     """
-    # Hydra is imported here: importing memtrain must not need it, nor initialise it.
+    # Importing memtrain must not import Hydra.
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
     from hydra.core.config_store import ConfigStore
@@ -144,10 +145,10 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
 
 
 def from_mapping(cfg: DictConfig) -> Config:
-    """Pick memtrain's own keys from a composed config and validate them.
+    """Validate memtrain's own keys of a composed config.
 
     Args:
-        cfg: A composed config; keys that are not `Config`'s (an experiment's) are ignored.
+        cfg: A composed config; unknown keys (an experiment's) are ignored.
 
     Returns:
         The validated config.
@@ -162,18 +163,11 @@ def from_mapping(cfg: DictConfig) -> Config:
         merged = OmegaConf.merge(OmegaConf.structured(Config), own)
     except OmegaConfBaseException as error:
         raise TypeError(first_line(error)) from error
-    config = OmegaConf.to_object(merged)
-    if not isinstance(config, Config):  # to_object gives back the schema's class
-        raise TypeError(f"expected a Config, got {type(config).__name__}")
-    return config
+    return cast("Config", OmegaConf.to_object(merged))
 
 
 def options(group: str) -> list[str]:
-    """Return the names of a config group's files, such as the presets.
-
-    Args:
-        group: `preset`, `activations` ...
-    """
+    """Return the names of a config group's files, such as those of `preset`."""
     return sorted(
         path.stem for path in (Path(__file__).parents[1] / "configs" / group).glob("*.yaml")
     )
@@ -199,8 +193,7 @@ def _overlay(changes: Any) -> Config:
 def _replacing(overrides: Sequence[str]) -> list[str]:
     """Return overrides in which a named compressor replaces the preset's.
 
-    Hydra merges mappings, which would keep the fields of the preset's compressor; null does not
-    merge.
+    Hydra merges mappings and would keep the fields of the preset's compressor. Null is not merged.
     """
     found: list[str] = []
     for override in overrides:
@@ -209,9 +202,3 @@ def _replacing(overrides: Sequence[str]) -> list[str]:
             found.append(f"{key}=null")
         found.append(override)
     return found
-
-
-def _existing(path: Path) -> Path:
-    if not path.is_file():
-        raise FileNotFoundError(f"config file {str(path)!r} does not exist")
-    return path

@@ -9,13 +9,10 @@ _DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate
 
 
 def import_transformers(key: str) -> Any:
-    """Import transformers without its advice and progress bars.
-
-    Args:
-        key: The config key that needs it, for the error.
+    """Import transformers without its warnings and progress bars.
 
     Raises:
-        ModuleNotFoundError: If it is not installed; names the extra.
+        ModuleNotFoundError: If transformers is missing, with the config key and the extra.
     """
     try:
         transformers = importlib.import_module("transformers")
@@ -42,13 +39,13 @@ def config_file(path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> Any:
-    """Read a config that `save_pretrained` wrote, without any download.
+    """Load a config that `save_pretrained` wrote, without any download.
 
     Args:
         path: A config.json, or its folder.
 
     Raises:
-        FileNotFoundError: If there is none.
+        FileNotFoundError: If there is no such file.
         ValueError: If transformers cannot read it.
         ModuleNotFoundError: Without transformers.
     """
@@ -60,11 +57,11 @@ def read_config(path: str | Path) -> Any:
 
 
 def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a config's possible tasks, and those that its `architectures` name.
+    """Return a config's possible tasks, and those of its `architectures`.
 
     Args:
         config: A transformers config.
-        tasks: Suffixes of `AutoModelFor` classes, in order of preference.
+        tasks: Suffixes of `AutoModelFor` classes, preferred ones first.
     """
     transformers = import_transformers("model=hf:")
     known = [
@@ -79,10 +76,10 @@ def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def prepare_for_training(config: Any, dropout: float | None) -> None:
-    """Turn off the cache of generation, and set every dropout.
+    """Disable the cache of generation, and set every dropout, in place.
 
     Args:
-        config: A transformers config; modified in place.
+        config: A transformers config.
         dropout: The dropout; None keeps the config's.
     """
     if hasattr(config, "use_cache"):

@@ -11,14 +11,14 @@ def user_function(where: str, key: str = "model") -> Callable[..., Any]:
     """Import a function that `model=py:` or `data=py:` names.
 
     Args:
-        where: `package.module:function`; the working directory is searched too.
+        where: `package.module:function`; the working directory is searched, too.
         key: The config key, for messages.
 
     Returns:
-        The function, with its signature. An exception in it becomes a ValueError that names it.
+        The function, with its signature. An exception in it becomes a ValueError with its name.
 
     Raises:
-        ValueError: If no function is named, or the module has none of that name.
+        ValueError: If no function is named, or the module has no such function.
 
     Example:
         >>> user_function("math:floor")(2.5)

@@ -1,4 +1,4 @@
-"""Rules x sites -> plan: what is done to every site, decided before anything runs."""
+"""The plan: rules applied to sites, before training."""
 
 from memtrain.plan.plan import Plan, make_plan
 

@@ -1,4 +1,4 @@
-"""A config's value -> the compressor it describes, and back."""
+"""Conversion between a config's values and compressors."""
 
 from collections.abc import Mapping
 from dataclasses import fields
@@ -18,12 +18,12 @@ AUTO = "auto"
 
 
 def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
-    """Make a compressor of a config's value.
+    """Build a compressor from a config's value.
 
     Args:
-        spec: A name such as `"B128/DE"`, a mapping with `name` and the compressor's own fields, a
+        spec: A name such as `"B128/DE"`, a mapping with `name` and the compressor's fields, a
             compressor, or `"keep"`. `bits: auto` gives an `Auto`.
-        signed: Whether the tensor has signs, for names that do not say it.
+        signed: Whether the tensor has negative values, for names that do not determine it.
 
     Returns:
         The compressor, or the reason to keep the site.
@@ -59,7 +59,7 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     if cls is Host:
         raise ValueError("compressor 'host' without inner; allowed: {name: host, inner: {...}}")
     items = tuple((key, type(value), value) for key, value in values.items())
-    # A plan has hundreds of sites of a dozen compressors, and to check a value's type takes long.
+    # A plan has hundreds of sites with few different compressors, and type checks are slow.
     plain = all(isinstance(value, int | float | str | None) for value in values.values())
     return (_of_class if plain else _of_class.__wrapped__)(name, cls, items)
 
@@ -68,9 +68,12 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
 def _of_class(
     name: str, cls: type[Compressor], items: tuple[tuple[str, type, Any], ...]
 ) -> Compressor:
-    """Build a compressor from its fields; equal fields give the same frozen value."""
+    """Build a compressor from its fields, cached."""
     values: dict[str, Any] = {key: value for key, _, value in items}
-    _check_fields(name, values)
+    allowed = [item.name for item in fields(cls)]  # pyright: ignore[reportArgumentType]
+    for key in values:
+        if key not in allowed:
+            raise ValueError(f"compressor {name!r} has no field {key!r}; {nearest(key, allowed)}")
     auto = values.get("bits") == AUTO
     if auto:
         del values["bits"]
@@ -83,10 +86,10 @@ def _of_class(
 
 
 def spec(compressor: Compressor | Keep) -> Any:
-    """Write a compressor as a config does: `build` makes an equal one of it.
+    """Return the config's value for a compressor, from which `build` makes an equal compressor.
 
     Args:
-        compressor: A compressor of memtrain's registry, or the reason to keep a site.
+        compressor: A registered compressor, or the reason to keep a site.
 
     Returns:
         `"keep"`, or a mapping with `name`, `bits` and the fields that differ from their defaults.
@@ -119,7 +122,7 @@ def spec(compressor: Compressor | Keep) -> Any:
 
 
 def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor:
-    """Build a compressor such as `host`, whose `inner` is a compressor."""
+    """Build a `Host` from the mapping of its `inner` compressor."""
     if COMPRESSORS.get(name) is not Host or len(values) > 1:
         raise ValueError(f"compressor {name!r} with {sorted(values)}; allowed: host with inner")
     inner = build(values["inner"], signed=signed)
@@ -128,10 +131,3 @@ def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor
     if isinstance(inner, Auto):
         return Auto(template=Host(inner=inner.template))
     return Host(inner=inner)
-
-
-def _check_fields(name: str, values: Mapping[str, Any]) -> None:
-    allowed = [item.name for item in fields(COMPRESSORS[name])]  # pyright: ignore[reportArgumentType]
-    for key in values:
-        if key not in allowed:
-            raise ValueError(f"compressor {name!r} has no field {key!r}; {nearest(key, allowed)}")

@@ -1,4 +1,4 @@
-"""The entries of a plan: bytes of weights, gradients, states and saved tensors."""
+"""Entries of a plan: bytes of weights, gradients, states and saved tensors."""
 
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -30,7 +30,7 @@ UNKNOWN = "unknown: "
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """A site, its bytes, and its compressor or the reason to keep it.
+    """The bytes of a site, and its compressor or the reason to keep it.
 
     Example:
         >>> PlanEntry("wte.weight / adamw / exp_avg", "state", 4096, 544, "Block()").planned
@@ -45,58 +45,49 @@ class PlanEntry:
     planned: int
     """Bytes with the plan."""
     compressor: str = ""
-    """Empty where the site is kept as it is."""
+    """Empty if the site is kept."""
     reason: str = ""
-    """Why it is kept, or a note."""
+    """Why the site is kept, or a note."""
     host: int = 0
-    """Bytes in host memory with the plan, beside those; only where `optim.device=cpu`."""
+    """Further bytes in host memory with the plan; 0 unless `optim.device=cpu`."""
 
     def on_device(self, separate: bool) -> int:
-        """Return the planned bytes on the device, with the host's unless memory is `separate`."""
+        """Return the planned bytes on the device, and the host's unless memory is `separate`."""
         return self.planned if separate else self.planned + self.host
 
     @property
     def comment(self) -> str:
-        """Format the bytes and the reason to keep.
+        """Return the bytes and the reason as text.
 
         Example:
             >>> PlanEntry("h.0 / gelu / input", "activation", 4096, 544, "Group()").comment
             '4,096 B -> 544 B'
         """
-        replaced = self.nbytes == self.planned
-        sides = f"{self.planned:,} B" if replaced else f"{self.nbytes:,} B -> {self.planned:,} B"
+        kept = self.nbytes == self.planned
+        sides = f"{self.planned:,} B" if kept else f"{self.nbytes:,} B -> {self.planned:,} B"
         if self.host:
             sides += f", {self.host:,} B on the host"
         return f"{sides}; {self.reason}" if self.reason else sides
 
 
 def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
-    """Merge the saves of each site of a forward into one entry with their sums.
+    """Yield one entry of kind `activation` per site, with the sums over its saved tensors.
 
     Args:
-        records: What the forward saved; a site may be in them several times.
-
-    Returns:
-        Entries of kind `activation`, in the order in which sites came first.
+        records: Records of a forward, in which a site may occur several times.
     """
     sites: dict[Site, list[Record]] = {}
     for record in records:
         sites.setdefault(record.site, []).append(record)
     for site, rows in sites.items():
         shown = next((row for row in rows if row.compressor), rows[0])
-        planned = sum(row.planned for row in rows)
-        yield PlanEntry(
-            site.name,
-            "activation",
-            sum(row.nbytes for row in rows),
-            planned,
-            shown.compressor,
-            _rest(rows, planned) if shown.compressor else shown.reason,
-        )
+        nbytes, planned = sum(row.nbytes for row in rows), sum(row.planned for row in rows)
+        why = _rest(rows, planned) if shown.compressor else shown.reason
+        yield PlanEntry(site.name, "activation", nbytes, planned, shown.compressor, why)
 
 
 def _rest(rows: list[Record], planned: int) -> str:
-    """Return what a compressed site keeps uncompressed, and why, if it is most of the bytes."""
+    """Return why a compressed site has uncompressed tensors, if they are most of the bytes."""
     kept = [row for row in rows if not row.compressor]
     size = sum(row.planned for row in kept)
     if 2 * size <= planned:
@@ -112,20 +103,20 @@ IN_BUCKETS = "kept: its bucket holds it until step()"
 
 
 def predict_weights(
-    model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
+    model: nn.Module, optimizers: Sequence[Optimizer], config: Any
 ) -> list[PlanEntry]:
     """Return one entry per parameter: its bytes now, and under `config.weights`.
 
     Args:
-        model: Real or fake.
-        optimizer: Its optimizer, or a list of them.
+        model: The model; its tensors may be fake.
+        optimizers: Its optimizers.
         config: `weights` and `optim.device` are read.
 
     Returns:
-        Entries of kind `weight`, corrections among the planned bytes; of sharded parameters this
-        process's part, here and in `predict_gradients`.
+        Entries of kind `weight`. The planned bytes include corrections. Sharded parameters count
+        with this process's part.
     """
-    dtypes, held = training_dtypes(model, config), _held(optimizer)
+    dtypes, held = training_dtypes(model, config), stepped(optimizers)
     kept = keeps_float32(model)
     entries = []
     for name, p in model.named_parameters():
@@ -139,7 +130,7 @@ def predict_weights(
             size = parse(config.weights).nbytes if p in held else dtypes[p].itemsize
             planned = local(p).numel() * size
         host = 0
-        if config.optim.device == CPU and p in held:  # where there is a copy of it
+        if config.optim.device == CPU and p in held:  # the device has a copy
             host, planned = planned, local(p).numel() * dtypes.get(p, p.dtype).itemsize
         entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, how, why, host))
     return entries
@@ -148,20 +139,21 @@ def predict_weights(
 def predict_gradients(
     model: nn.Module, optimizer: Optimizer | Sequence[Optimizer], config: Any
 ) -> list[PlanEntry]:
-    """Return one entry per trained parameter, and the workspace of released gradients.
+    """Return one entry per trained parameter, and one for the workspace of released gradients.
 
     Args:
-        model: Real or fake.
+        model: The model; its tensors may be fake.
         optimizer: Its optimizer, or a list of them.
-        config: `weights` (a gradient has its weight's dtype), `gradients`,
-            `release.accumulate` and `optim.device` are read.
+        config: `weights` (a gradient has its weight's dtype), `gradients`, `release` and
+            `optim.device` are read.
 
     Returns:
-        Entries of kind `gradient`. Of a DistributedDataParallel gradients stay, in buckets that are
-        listed where they are a second copy (`gradient_as_bucket_view=False`); one that is put
-        around the model later is not known here.
+        Entries of kind `gradient`. Under DistributedDataParallel gradients stay in their buckets,
+        which have an entry if they are a second copy (`gradient_as_bucket_view=False`). A
+        DistributedDataParallel that is added later is unknown here.
     """
-    dtypes, held = training_dtypes(model, config), _held(optimizer)
+    dtypes = training_dtypes(model, config)
+    held = stepped([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
     parallel = isinstance(model, DistributedDataParallel)
     entries, largest = [], 0
     for name, p in model.named_parameters():
@@ -194,10 +186,15 @@ def predict_gradients(
 
 
 def _released(param: Tensor, passes: int) -> tuple[int, str, str]:
-    """Return bytes, compressor and note of a released gradient."""
+    """Return the bytes, the compressor and the note of a released gradient."""
     if passes == 1:
         return 0, RELEASE, ""
     return sum_bytes(param), repr(BUFFER), f"the sum of up to {passes - 1} backward passes"
+
+
+def stepped(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+    """Return the parameters in the groups of optimizers."""
+    return {p for one in optimizers for group in one.param_groups for p in group["params"]}
 
 
 def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
@@ -215,22 +212,6 @@ def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
     return {p: low for p in model.parameters() if p not in kept and p.dtype in fits}
 
 
-def weight_dtype(config: Any) -> torch.dtype | None:
-    """Return the dtype of weights that a config stores in two bytes, or None.
-
-    Example:
-        >>> from memtrain.config.sources import Config
-        >>> weight_dtype(Config(weights="fp16+8")), weight_dtype(Config())
-        (torch.float16, None)
-    """
-    return None if config.weights == KEEP else parse(config.weights).dtype
-
-
-def _held(optimizer: Optimizer | Sequence[Optimizer]) -> set[Tensor]:
-    each = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    return {p for one in each for group in one.param_groups for p in group["params"]}
-
-
 NO_COUNTER = "a counter: not of the parameter's shape"
 NO_RULES = "no rule matches"
 
@@ -243,25 +224,27 @@ def predict_states(
     min_elements: int,
     masters: Collection[Tensor] = (),
 ) -> list[PlanEntry]:
-    """List every optimizer state with its bytes, as it is and as the plan keeps it.
+    """Return the bytes of every optimizer state, without memtrain and with the plan.
 
-    States that exist are read; others are those that the optimizer's own first step makes for a
-    parameter on the meta device. What the plan makes of them is reported by the optimizer that
-    `memtrain.wrap` would build, on the same shapes. Nothing is changed.
+    Existing states are read. Others are those of the optimizer's own first step for a parameter on
+    the meta device. The optimizer that `memtrain.wrap` would build reports the planned bytes for
+    the same shapes. Nothing is changed.
 
     Args:
-        model: Names the parameters; real or fake.
-        optimizer: Any torch optimizer; one of memtrain's own keeps its states as it does.
-        choose: The names of a parameter and a state -> what is done to it; None: no rules.
-        min_elements: States of parameters with no more are kept.
-        masters: Parameters that the plan steps in float32: what is kept of their states is float32.
+        model: The model, for the names of the parameters; its tensors may be fake.
+        optimizer: Any torch optimizer. memtrain's own optimizers keep their states as they are.
+        choose: A function from the names of a parameter and a state to the decision; None without
+            rules.
+        min_elements: States of parameters with at most as many elements are kept.
+        masters: Parameters that are stepped in float32, whose kept states are float32 too.
 
     Raises:
         TypeError: With rules, for an optimizer that has compressed states already.
-        ValueError: For a compressor that cannot serve the state that it was chosen for.
+        ValueError: For a compressor that cannot serve its state.
 
     Returns:
-        One entry of kind `state` per state, `parameter / optimizer / state`. Where bytes cannot
+        One entry of kind `state` per state, `parameter / optimizer / state`. Entries with unknown
+        bytes have 0 bytes and a reason that begins with `unknown: `.
         be known: an entry of 0 bytes whose reason begins with `unknown: `.
 
     Memory:
@@ -288,7 +271,7 @@ def predict_states(
     try:
         plain = list(_plain_states(optimizer, names))
         stepped = {param: own for param, _, own in _plain_states(optimizer, names, masters)}
-    # Whatever a foreign optimizer's step raises on meta tensors, the rest of the audit stands.
+    # Any optimizer may raise on meta tensors; the audit then reports other parts.
     except Exception as error:  # noqa: BLE001
         return [_unknown(title, error)]
     if choose is not None:
@@ -310,7 +293,7 @@ def predict_states(
 
 
 def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Iterator[PlanEntry]:
-    """Return entries of the states that an optimizer compresses by itself, and of its counters."""
+    """Yield entries of the states that an optimizer compresses itself, and of its counters."""
     title = type(optimizer).__name__.lower()
     rows: defaultdict[Tensor, list[optim.StateRow]] = defaultdict(list)
     for row in optim.describe(optimizer):
@@ -345,7 +328,7 @@ def _unknown(title: str, error: Exception) -> PlanEntry:
 
 
 def _check(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
-    """Raise for a compressor that cannot serve the state that it was chosen for."""
+    """Raise for a compressor that cannot serve the state it was chosen for."""
     for param, name, states in plain:
         for state, value in states.items():
             if param.numel() <= min_elements or value.shape != local(param).shape:
@@ -358,7 +341,7 @@ def _entry(site: str, nbytes: int, held: int, row: optim.StateRow | None, kept: 
     if row is None:
         return PlanEntry(site, "state", nbytes, held, reason=kept)
     if row.compressor.is_identity:
-        # A fused step keeps it in float32; any other in the dtype of what it steps.
+        # A fused step keeps the state in float32, others in the dtype of the stepped parameter.
         name = "" if kept else repr(row.compressor)
         return PlanEntry(site, "state", nbytes, max(row.nbytes, held), name, kept)
     return PlanEntry(site, "state", nbytes, row.nbytes, repr(row.compressor), row.reason)
@@ -367,9 +350,9 @@ def _entry(site: str, nbytes: int, held: int, row: optim.StateRow | None, kept: 
 def _plain_states(
     optimizer: Optimizer, names: dict[Any, str], masters: Collection[Tensor] = ()
 ) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
-    """Return parameters that get states, their names, and the states of unmodified PyTorch.
+    """Yield parameters with states, their names, and their states in unmodified PyTorch.
 
-    Of `masters` what it would keep for them in float32.
+    Parameters in `masters` have float32 states.
     """
     known: dict[tuple[Any, ...], dict[str, Tensor]] = {}
     for index, group in enumerate(optimizer.param_groups):
@@ -402,5 +385,5 @@ def _planned(
 
 
 def _tensors(state: dict[str, Any]) -> dict[str, Tensor]:
-    """Return a parameter's tensor states; for sharded states this process's part."""
+    """Return a parameter's tensor states, of sharded ones this process's part."""
     return {name: local(value) for name, value in state.items() if isinstance(value, Tensor)}

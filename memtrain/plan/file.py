@@ -1,8 +1,7 @@
-"""Plans as YAML files: what a person can edit, diff, commit, and give to `wrap`."""
+"""Plans as YAML files that users can edit, compare, commit, and pass to `wrap`."""
 
-import dataclasses
 from collections.abc import Iterable, Mapping
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,22 +20,22 @@ _TITLE = f"""\
 {HEADER}: {VERSION}
 """
 _PARTS = ("activations", "optim")
-_Line = tuple[str, Compressor | Keep, str]  # a site, what is done to it, and a comment
+_Line = tuple[str, Compressor | Keep, str]  # a site, its decision and a comment
 
 
 def load(cfg: Any) -> Config:
-    """Make a `Config` of a plan file, or of anything else that `memtrain.config.load` takes.
+    """Load a `Config` from a plan file or any input of `memtrain.config.load`.
 
     Args:
-        cfg: The path of a YAML file whose first key is `memtrain_plan` (`str` or `Path`); or
+        cfg: The path of a YAML file whose first key is `memtrain_plan` (`str` or `Path`), or
             another form of config.
 
     Returns:
-        The validated config. A plan file's is complete: no preset is behind it.
+        The validated config. That of a plan file is complete and needs no preset.
 
     Raises:
-        ValueError: For a plan of another version, or a corrupt one: the message has the line.
-        FileNotFoundError: For a path that does not exist.
+        ValueError: For a plan of another version, or an invalid plan, with the line.
+        FileNotFoundError: If the path does not exist.
         TypeError: As `memtrain.config.load`.
 
     Example:
@@ -45,23 +44,30 @@ def load(cfg: Any) -> Config:
     """
     if isinstance(cfg, Path) or (isinstance(cfg, str) and cfg.endswith((".yaml", ".yml"))):
         path = Path(cfg)
-        if path.is_file() and _is_plan(text := _text(path)):
-            return loads(text, str(path))
+        if path.is_file():
+            try:
+                text = path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ValueError(f"{str(path)!r} is not a YAML file: {error}") from error
+            # The first key decides, also for a file that YAML cannot parse.
+            written = (line for line in text.splitlines() if line.strip() and line[0] != "#")
+            if next(written, "").partition(":")[0].strip(" '\"") == HEADER:
+                return loads(text, str(path))
     return load_config(cfg)
 
 
 def loads(text: str, name: str = "plan") -> Config:
-    r"""Read a plan from its text.
+    r"""Load a config from the text of a plan.
 
     Args:
-        text: What `Plan.to_yaml` gave, edited or not.
-        name: For messages: the file's.
+        text: The text from `Plan.to_yaml`, possibly edited.
+        name: The file's name, for messages.
 
     Returns:
-        The config that stands for the plan.
+        The config of the plan.
 
     Raises:
-        ValueError: If it is not a plan of this version, or for the first mistake in it, with its
+        ValueError: If the text is not a plan of this version, or for its first mistake, with the
             line.
 
     Example:
@@ -83,7 +89,7 @@ def loads(text: str, name: str = "plan") -> Config:
     lines: dict[tuple[str, ...], int] = {}
     for path, line in _lines(root):
         if path in lines:
-            raise ValueError(f"{name}, line {line}: {path[-1]!r} stands in line {lines[path]} too")
+            raise ValueError(f"{name}, line {line}: {path[-1]!r} is also in line {lines[path]}")
         lines[path] = line
     version = values.pop(HEADER)
     if version != VERSION:
@@ -93,41 +99,23 @@ def loads(text: str, name: str = "plan") -> Config:
 
 
 def dumps(config: Config, sites: Mapping[str, Iterable[_Line]]) -> str:
-    """Write a plan.
+    """Return the YAML text of a plan, with one line per site.
 
     Args:
-        config: Its config; the sites in it are replaced.
-        sites: `activations` and `optim` -> each of their sites, what is done to it, and a comment.
-
-    Returns:
-        YAML, a line for a site, so that `diff` and people can read it.
+        config: The config; its sites are replaced.
+        sites: `activations` and `optim` -> sites with their decisions and comments.
 
     Raises:
-        ValueError: For a compressor that no name in a config stands for.
+        ValueError: For a compressor that configs cannot name.
     """
-    tree = _tree(config)
     text = _TITLE
-    for key, value in tree.items():
+    for key, value in _tree(config).items():
         if key in _PARTS:
-            decisions = [*sites.get(key, ())]
             value.pop("sites")
-            text += f"{key}:\n" + _section(value) + _sites(decisions)
+            text += f"{key}:\n" + _section(value) + _sites([*sites.get(key, ())])
         else:
             text += f"{key}: {_flow(value)}\n"
     return text
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{str(path)!r} is not a YAML file: {error}") from error
-
-
-def _is_plan(text: str) -> bool:
-    """Return whether the first key is a plan's header, also for a file that does not parse."""
-    written = (line for line in text.splitlines() if line.strip() and not line.startswith("#"))
-    return next(written, "").partition(":")[0].strip(" '\"") == HEADER
 
 
 def _checked(values: dict[str, Any], lines: dict[tuple[str, ...], int], name: str) -> Config:
@@ -136,7 +124,7 @@ def _checked(values: dict[str, Any], lines: dict[tuple[str, ...], int], name: st
             path = path[:-1]
         return f"{name}, line {lines.get(path, 1)}"
 
-    for key, value in values.items():  # part by part, so that a mistake has its line
+    for key, value in values.items():  # one part at a time, so that a mistake has its line
         try:
             check_keys({key: value}, Config)
             own = OmegaConf.create({key: value}, flags={"allow_objects": True})
@@ -144,12 +132,12 @@ def _checked(values: dict[str, Any], lines: dict[tuple[str, ...], int], name: st
         except (ValueError, TypeError) as error:
             raise ValueError(f"{at(*_blamed(key, value, str(error)))}: {error}") from error
     for part in _PARTS:
-        for site, what in ((values.get(part) or {}).get("sites") or {}).items():
+        for site, decision in ((values.get(part) or {}).get("sites") or {}).items():
             if len(str(site).split(" / ")) != 3:
                 allowed = "three names with ' / ' between"
                 raise ValueError(f"{at(part, 'sites', site)}: site {site!r}; allowed: {allowed}")
             try:
-                build(what)
+                build(decision)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{at(part, 'sites', site)}: {error}") from error
     try:
@@ -159,7 +147,7 @@ def _checked(values: dict[str, Any], lines: dict[tuple[str, ...], int], name: st
 
 
 def _blamed(key: str, value: Any, message: str) -> tuple[str, ...]:
-    """Return the path of keys that a message names."""
+    """Return the path of keys in a message."""
     if isinstance(value, Mapping):
         for inner, below in value.items():
             if f"{key}.{inner}" in message or f"'{inner}'" in message:
@@ -168,7 +156,7 @@ def _blamed(key: str, value: Any, message: str) -> tuple[str, ...]:
 
 
 def _lines(node: Any, path: tuple[str, ...] = ()) -> Iterable[tuple[tuple[str, ...], int]]:
-    """Map every key to its line."""
+    """Yield every path of keys with its line."""
     if isinstance(node, yaml.MappingNode):
         for key, value in node.value:
             here = (*path, str(key.value))
@@ -180,16 +168,12 @@ def _section(values: Mapping[str, Any]) -> str:
     text = ""
     for key, value in values.items():
         if isinstance(value, list) and value and isinstance(value[0], dict):
-            items = "".join(f"  - {_flow(_short(item))}\n" for item in value)
-            text += f"  {key}:\n{items}"
+            # Patterns that match everything are left out.
+            rules = [{k: v for k, v in rule.items() if v != "*"} for rule in value]
+            text += f"  {key}:\n" + "".join(f"  - {_flow(rule)}\n" for rule in rules)
         else:
             text += f"  {key}: {_flow(value)}\n"
     return text
-
-
-def _short(rule: dict[str, Any]) -> dict[str, Any]:
-    """Return a rule without the patterns that match everything."""
-    return {key: value for key, value in rule.items() if value != "*"}
 
 
 def _sites(decisions: list[_Line]) -> str:
@@ -208,10 +192,10 @@ def _flow(value: Any) -> str:
 
 
 def _tree(value: Any) -> Any:
-    """Return a config with its preset filled in, as plain values."""
+    """Return a config without its preset as plain values."""
     if isinstance(value, Compressor):
         return spec(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+    if is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in fields(value) if item.name != "preset"]
         return {name: _tree(getattr(value, name)) for name in names}
     if isinstance(value, Mapping):

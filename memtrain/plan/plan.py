@@ -1,4 +1,4 @@
-"""The plan: what is done to every site, decided by rules before anything runs."""
+"""Plans: the decision for every site, made from rules before training."""
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -25,6 +25,7 @@ from memtrain.config.sources import CPU, KEEP, Config
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.layout import is_unsigned
 from memtrain.optim.states.tested import UNTESTED, is_tested
+from memtrain.optim.wrappers.weights import parse
 from memtrain.plan import file
 from memtrain.plan.entries import (
     NO_COUNTER,
@@ -35,7 +36,6 @@ from memtrain.plan.entries import (
     predict_states,
     predict_weights,
     training_dtypes,
-    weight_dtype,
 )
 from memtrain.plan.file import load
 from memtrain.plan.rules import (
@@ -58,7 +58,7 @@ _TITLES = {
     "gradient": "gradients",
     "weight": "weights",
 }
-"""Kind of an entry -> its title in a printed plan, in their order."""
+"""Kind of an entry -> its title in a printed plan."""
 _SHOWN = 8
 """Rows of each kind in a printed plan."""
 
@@ -67,8 +67,8 @@ _SHOWN = 8
 class Plan:
     """Site -> compressor, or keep with the reason.
 
-    Without a batch, the first training forward records the activation sites; a recorded
-    site stays as it is.
+    Without a batch, the first training forward records the activation sites. Recorded sites do not
+    change.
 
     Example:
         >>> import torch
@@ -82,18 +82,18 @@ class Plan:
     activation_rules: Rules
     state_rules: Rules
     _entries: dict[str, list[PlanEntry]] = field(default_factory=dict)
-    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # of tied parameters
+    _aliases: dict[str, tuple[str, ...]] = field(default_factory=dict)  # names of tied parameters
     _kept: dict[str, dict[str, int]] = field(default_factory=dict)  # reason -> site -> bytes
     bits: BitWidths | None = None
-    """The widths of the sites with `bits: auto`, if a rule has it."""
+    """The widths of sites with `bits: auto`, if any."""
     precision: PrecisionState | None = None
-    """The formats of the tensors of training, if any are rounded."""
+    """The formats of rounded tensors, if any."""
     no_blocks: bool = False
-    """Whether `@blocks` are to be recomputed, and the model has none."""
+    """Whether `@blocks` is to be recomputed, but the model repeats no module."""
 
     @property
     def options(self) -> Options:
-        """The options of saved tensors, whatever their compressors."""
+        """The options of saved tensors for every compressor."""
         own = self.config.activations
         return Options(
             min_elements=own.min_elements,
@@ -102,19 +102,19 @@ class Plan:
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
             recompute_inputs=recompute_inputs(own),
-            low=weight_dtype(self.config),
+            low=None if self.config.weights == KEEP else parse(self.config.weights).dtype,
         )
 
     @property
     def compresses(self) -> bool:
-        """Whether the plan changes what forwards save."""
+        """Whether the plan changes the saved tensors of forwards."""
         own = self.config.activations
         recomputes = own.recompute or own.recompute_inputs != KEEP
         return bool(self.activation_rules or recomputes or self.config.precision.active)
 
     @property
     def intercepts(self) -> bool:
-        """Whether the plan changes ops of a forward or what they save."""
+        """Whether the plan changes ops of a forward or their saved tensors."""
         return self.compresses or self.config.weights != KEEP
 
     @property
@@ -148,9 +148,9 @@ class Plan:
         return UNTESTED if untested else self.choose_state(parameter, state)
 
     def record(self, records: Iterable[Record]) -> None:
-        """Add the activation sites of a forward; those that are recorded already stay.
+        """Add the activation sites of a forward.
 
-        A site whose automatic bits have changed since is recorded again.
+        Recorded sites stay, unless their automatic bits have changed.
         """
         records = list(records)
         new = {entry.site: entry for entry in merge(records)}
@@ -166,7 +166,7 @@ class Plan:
         rows += [entry for site, entry in new.items() if site not in known]
 
     def kept(self, reason: str) -> dict[str, int]:
-        """Map sites of saved tensors, kept for a reason with this prefix, to their bytes."""
+        """Map sites of saved tensors to their bytes, for kept tensors with a prefix of a reason."""
         found: dict[str, int] = {}
         for known, sites in self._kept.items():
             if known.startswith(reason):
@@ -177,12 +177,12 @@ class Plan:
     def trace(
         self, model: nn.Module, batch: Any, choices: dict[Site, Compressor | Keep] | None = None
     ) -> list[Record]:
-        """Trace what a forward saves under the plan, on fake tensors.
+        """Trace the saved tensors of a forward under the plan, on fake tensors.
 
         Args:
-            model: The model; not changed.
-            batch: What it is called with.
-            choices: Takes what is chosen for each site that the forward asks about.
+            model: The model, which is not changed.
+            batch: The model's input.
+            choices: Receives the decision for each site.
         """
         rounding = None
         if self.precision is not None:
@@ -199,7 +199,7 @@ class Plan:
         return trace(model, batch, choose, self.options, dtypes, rounding)
 
     def assign_precision(self, model: nn.Module, batch: Any) -> None:
-        """Choose formats for the tensors of training, by a forward on fake tensors.
+        """Choose formats for the tensors of training by a forward on fake tensors.
 
         Raises:
             ValueError: If the model has no GEMM.
@@ -208,16 +208,16 @@ class Plan:
             self.precision.assign(graph_of(model, batch, self.choose_activation, self.options))
 
     def automatic_bits(self) -> BitWidths | None:
-        """Return the initial widths for rules with `bits: auto`; None if there is none."""
+        """Return the initial widths for rules with `bits: auto`; None without such rules."""
         return automatic_bits(self.config.activations, self.activation_rules)
 
     def idle_exceptions(self, saved: Iterable[Site] = ()) -> list[str]:
         """List the user's rules that win at no known site, as `activations.exceptions.0: op=gelo`.
 
         Args:
-            saved: Sites of saved tensors, besides those that are recorded.
+            saved: Sites of saved tensors besides the recorded ones.
         """
-        # Small tensors are kept without asking the rules.
+        # Small tensors are kept without the rules.
         recorded = (Site.parse(entry.site) for entry in self.entries("activation"))
         for site in (*recorded, *saved):
             self.activation_rules.choose(site)
@@ -233,16 +233,15 @@ class Plan:
         ]
 
     def entries(self, kind: str = "") -> list[PlanEntry]:
-        """Return the plan's entries, of one kind or all; activations once they are recorded."""
+        """Return the plan's entries of one kind or all; those of activations once recorded."""
         kinds = [kind] if kind else ["weight", "gradient", "state", "activation"]
         return [entry for name in kinds for entry in self._entries.get(name, [])]
 
     def to_yaml(self) -> str:
-        """Return the plan as YAML for `wrap`, `make_plan` and `audit`: the same decisions.
+        """Return the plan as YAML, which `wrap`, `make_plan` and `audit` accept.
 
         Returns:
-            A config that is complete, with a line for each site that is known so far (those of
-            activations once they are recorded): `memtrain.plan.file` describes it.
+            A complete config with one line per known site. See `memtrain.plan.file`.
 
         Raises:
             ValueError: For a compressor that is not in memtrain's registry.
@@ -266,14 +265,14 @@ class Plan:
         )
 
     def save(self, path: str | Path) -> None:
-        """Write the plan as YAML, whole or not at all.
+        """Write the plan to a YAML file atomically.
 
         Args:
-            path: Ends in `.yaml`; an older file is replaced.
+            path: A path that ends in `.yaml`; an existing file is replaced.
 
         Raises:
-            ValueError: For another ending, which `wrap` would not take for a file.
-            OSError: If it cannot be written.
+            ValueError: For another suffix, which `wrap` does not accept.
+            OSError: If the file cannot be written.
         """
         path = Path(path)
         if path.suffix not in (".yaml", ".yml"):
@@ -283,7 +282,7 @@ class Plan:
         partial.replace(path)
 
     def listing(self) -> str:
-        """Return YAML: each site's compressor, or why it is kept; exceptions without a match."""
+        """Return YAML with each site's compressor or reason to keep, and idle exceptions."""
         tree: dict[str, dict[str, str]] = {}
         for entry in self.entries():
             what = entry.compressor or f"keep: {entry.reason}"
@@ -293,7 +292,7 @@ class Plan:
         return OmegaConf.to_yaml(OmegaConf.create({**tree, **lists}))
 
     def __str__(self) -> str:
-        """Return a short table: bytes without and with the plan, activations first."""
+        """Return a table of the bytes with and without the plan, largest groups first."""
         lines = [f"{'':54}{'plain':>12}{'planned':>12}"]
         for kind, title in _TITLES.items():
             rows = self.entries(kind)
@@ -316,21 +315,21 @@ def make_plan(
     *,
     batch: Any = None,
 ) -> Plan:
-    """Decide what is done at every site, without changing the model or the optimizer.
+    """Decide what is done at every site. The model and the optimizer are not changed.
 
     Args:
-        model: The model; what `torch.compile` made of one, too.
+        model: The model; it may be compiled by `torch.compile`.
         optimizer: Its optimizer, or a list of them.
-        cfg: Anything that `memtrain.config.load` takes, a plan file's path, or a plan.
-        batch: What the model is called with: records the activation sites by a forward on fake
-            tensors. Without it the first training forward of a wrapped model records them.
+        cfg: Any input of `memtrain.config.load`, a plan file's path, or a plan.
+        batch: The model's input. A forward on fake tensors then records the activation sites.
+            Without a batch the first training forward of a wrapped model records them.
 
     Returns:
         The plan.
 
     Raises:
-        ValueError: For a config that `load` refuses, an unknown compressor, or an exception (a
-            rule of the user's) whose module or parameter does not exist.
+        ValueError: For an invalid config, an unknown compressor, or an exception (a user's rule)
+            whose module or parameter does not exist.
         TypeError: For values of the wrong type.
     """
     called = model
@@ -350,7 +349,8 @@ def make_plan(
     if precision is not None:
         check(model)
     no_blocks = BLOCKS in config.activations.recompute and not recomputed(model, [BLOCKS])
-    plan = replace(plan, bits=plan.automatic_bits(), precision=precision, no_blocks=no_blocks)
+    bits = plan.automatic_bits()
+    plan = replace(plan, bits=bits, precision=precision, no_blocks=no_blocks)
     plan._entries["weight"] = predict_weights(model, each, config)
     plan._entries["gradient"] = predict_gradients(model, each, config)
     least = config.optim.min_elements
@@ -373,14 +373,14 @@ def make_plan(
 
 
 def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
-    """Make the part of a plan that is for saved tensors; it needs no optimizer.
+    """Return the part of a plan for saved tensors, which needs no optimizer.
 
     Args:
         model: The model.
-        cfg: Anything that `memtrain.config.load` takes.
+        cfg: Any input of `memtrain.config.load`.
 
     Returns:
-        A plan whose activation sites are not recorded yet.
+        A plan without recorded activation sites.
 
     Raises:
         ValueError: As `make_plan`.
@@ -393,7 +393,7 @@ def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
 
 
 def _check_states(plan: Plan) -> None:
-    """Raise for the states that a plan file decides and the optimizer does not have."""
+    """Raise for states of a plan file that the optimizer does not have."""
     entries = plan.entries("state")
     if any(entry.reason.startswith(UNKNOWN) for entry in entries):
         return

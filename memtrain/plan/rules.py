@@ -1,4 +1,4 @@
-"""Ordered rules, patterns over names, and a plan file's single sites before them."""
+"""Ordered rules (patterns over names), and a plan file's exact sites before them."""
 
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
@@ -17,7 +17,7 @@ from memtrain.plan.build import build
 
 
 def expand(text: str) -> tuple[str, ...]:
-    """Expand a rule's pattern to globs: `|` separates them, `@name` stands for a family of ops.
+    """Expand a rule's pattern to globs: `|` separates globs, `@name` is a family of ops.
 
     Raises:
         ValueError: For an unknown family.
@@ -35,13 +35,13 @@ def expand(text: str) -> tuple[str, ...]:
 
 
 class Rules:
-    """Ordered rules over names; the first whose every pattern matches wins.
+    """Ordered rules over names; the first rule whose every pattern matches wins.
 
     Args:
         exceptions: The user's rules, tried first.
         rules: The preset's rules.
-        names: The fields of a rule that are patterns, in the order of `choose`'s arguments.
-        sites: Names -> what a plan file says of exactly this site; tried before every rule.
+        names: The pattern fields of a rule, in the order of `choose`'s arguments.
+        sites: Names -> a plan file's decision for exactly this site, before all rules.
     """
 
     def __init__(
@@ -55,32 +55,29 @@ class Rules:
             site: {signed: build(what, signed=signed) for signed in (True, False)}
             for site, what in (sites or {}).items()
         }
-        given = (*exceptions, *rules)
         self._rules = [
             (
                 tuple(expand(str(getattr(rule, name))) for name in names),
                 {signed: build(rule.compressor, signed=signed) for signed in (True, False)},
             )
-            for rule in given
+            for rule in (*exceptions, *rules)
         ]
         self._exceptions = [
             " ".join(f"{name}={x}" for name in names if (x := str(getattr(rule, name))) != "*")
             for rule in exceptions
         ]
-        self._first: dict[tuple[str, ...], int] = {}  # names -> the rule that wins
+        self._first: dict[tuple[str, ...], int] = {}  # names -> the winning rule
 
     def choose(self, names: tuple[str, ...], *, signed: bool = True) -> Compressor | Keep:
-        """Choose the compressor for a site, or the reason to keep it.
+        """Return the compressor for a site, or the reason to keep it.
 
         Args:
-            names: Of the site.
+            names: Names of the site.
             signed: Whether its values may be negative.
         """
         if names in self._sites:
             return self._sites[names][signed]
-        first = self._first.get(names)
-        if first is None:
-            first = self._winner(names)
+        first = self._winner(names)
         return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
 
     def is_exception(self, names: tuple[str, ...]) -> bool:
@@ -90,23 +87,23 @@ class Rules:
     def choose_any(
         self, alternatives: Sequence[tuple[str, ...]], *, signed: bool = True
     ) -> Compressor | Keep:
-        """Choose for a site with several names (a tied weight): the earliest matching rule wins."""
+        """Choose for a site with several names (a tied weight): the first matching rule wins."""
         exact = [names for names in alternatives if names in self._sites]
         return self.choose((exact or [min(alternatives, key=self._winner)])[0], signed=signed)
 
     def compressors(self) -> list[Compressor | Keep]:
-        """List every compressor that the rules may choose."""
+        """Return every compressor that the rules may choose."""
         signs = [*self._sites.values(), *(signs for _, signs in self._rules)]
         return [chosen for each in signs for chosen in each.values()]
 
     def check(self, role: str) -> None:
-        """Raise `ValueError` for a compressor that cannot serve this role."""
+        """Raise ValueError for a compressor that cannot serve this role."""
         for chosen in self.compressors():
             if not isinstance(chosen, Keep):
                 check_role(chosen, role)
 
     def idle_exceptions(self) -> list[str]:
-        """Return the user's rules that have won at no site so far, such as `2: op=gelo`."""
+        """Return the user's rules that have not won at any site, such as `2: op=gelo`."""
         won = set(self._first.values())
         listed = enumerate(self._exceptions)
         return [f"{index}: {text or 'everything'}" for index, text in listed if index not in won]
@@ -133,7 +130,7 @@ def compresses(chosen: Compressor | Keep) -> bool:
 
 
 def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Return whether one of the globs from `expand` matches a name."""
+    """Return whether a glob from `expand` matches a name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
@@ -141,12 +138,12 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
     """Build the rules for saved tensors.
 
     Args:
-        own: That part of the config.
+        own: The config's `activations`.
         modules: Paths of the model's modules.
 
     Raises:
-        ValueError: For an exception, a site of a plan file or a recomputed module that the model
-            does not have, and for a compressor that no rule may name.
+        ValueError: For an exception, a plan file's site or a recomputed module that the model does
+            not have, and for a compressor that rules may not name.
     """
     _check_exceptions(own.exceptions, "module", modules)
     recompute_inputs(own)
@@ -167,11 +164,11 @@ def recompute_inputs(own: Activations) -> Compressor | Keep:
     """Build the compressor for the inputs of recomputed modules, or the reason to keep them.
 
     Args:
-        own: That part of the config.
+        own: The config's `activations`.
 
     Raises:
-        ValueError: For a compressor that does not give numbers of any tensor back.
-        TypeError: For a value that describes none.
+        ValueError: For a compressor that does not accept every tensor.
+        TypeError: For a value that describes no compressor.
 
     Example:
         >>> recompute_inputs(Activations(recompute_inputs={"name": "group", "bits": 8})).bits
@@ -192,12 +189,12 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
     """Build the rules for optimizer states.
 
     Args:
-        own: That part of the config.
+        own: The config's `optim`.
         parameters: Names of the model's parameters.
 
     Raises:
-        ValueError: For an exception, or a site of a plan file, whose parameter does not exist, and
-            for a compressor that cannot hold a state.
+        ValueError: For an exception or a plan file's site whose parameter does not exist, and for a
+            compressor that cannot store a state.
     """
     _check_exceptions(own.exceptions, "parameter", parameters)
     unknown = [site for site in own.sites if state_site(site)[0] not in parameters]
@@ -211,10 +208,10 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
 
 
 def automatic_bits(own: Activations, activations: Rules) -> BitWidths | None:
-    """Build the widths that rules with `bits: auto` start with; None if no rule has it.
+    """Return the initial widths for rules with `bits: auto`; None without such rules.
 
     Args:
-        own: That part of the config: its `average_bits`.
+        own: The config's `activations`, for `average_bits`.
         activations: The rules for saved tensors.
 
     Raises:
@@ -239,11 +236,7 @@ def state_site(name: str) -> tuple[str, str]:
 
 
 def missing(sites: Sequence[str], why: str) -> None:
-    """Raise for the sites of a plan that do not exist.
-
-    Raises:
-        ValueError: If there are any: names the first ten of them.
-    """
+    """Raise ValueError for sites of a plan that do not exist, with the first ten names."""
     if sites:
         more = f" and {len(sites) - 10} more" if len(sites) > 10 else ""
         raise ValueError(
@@ -253,8 +246,7 @@ def missing(sites: Sequence[str], why: str) -> None:
 
 def _check_exceptions(rules: Sequence[Any], what: str, names: Sequence[str]) -> None:
     for index, rule in enumerate(rules):
-        patterns = str(getattr(rule, what)).split("|")
-        for pattern in patterns:
+        for pattern in str(getattr(rule, what)).split("|"):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
                     f"exceptions[{index}].{what}={pattern!r} matches no {what} of the model; "

@@ -1,9 +1,9 @@
-"""Warnings at a step: unmet requests of a plan, and parameters that no optimizer steps."""
+"""Warnings at a step: unmet requests of a plan, and parameters without an optimizer."""
 
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,13 +34,14 @@ from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.wrapper import WeakRef
+from memtrain.plan.entries import stepped
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import compresses
 
 LEAST = 2**16
-"""Bytes below which ops that memtrain does not know cause no warning."""
+"""Bytes of unknown ops below which no warning is given."""
 SHARE = 0.1
-"""Of what a forward saves: less than that, kept by custom Functions, is no warning."""
+"""Share of saved bytes, kept by custom Functions, below which no warning is given."""
 
 _COMPILED = (
     "it ran inside torch.compile, with a backend that is not of AOTAutograd, or by a graph of an "
@@ -53,18 +54,18 @@ _FIXES = {
     HOST.reason: "train without torch.compile, or name the compressor inside of host",
     _COMPILED: (
         "train with another backend, call torch.compiler.reset() before the model's next forward, "
-        "or say preset=optimizer_only"
+        "or set preset=optimizer_only"
     ),
     _IN_GRAPH: (
         "set torch._functorch.config.activation_memory_budget, call torch.utils.checkpoint in the "
-        "model itself, or say activations.recompute=[]"
+        "model itself, or set activations.recompute=[]"
     ),
-    FOREIGN_HOOKS: "turn them off (activation offloading, save_on_cpu), or say activations=none",
-    IN_TRANSFORM: "call the model outside of it, or say activations=none",
+    FOREIGN_HOOKS: "turn them off (activation offloading, save_on_cpu), or set activations=none",
+    IN_TRANSFORM: "call the model outside of it, or set activations=none",
     OTHER_THREAD: "run one forward at a time",
     CUSTOM_FUNCTION: "switch that kernel off where the model has a plain form of it",
     UNKNOWN_OP: "its gradient is exact; use ops of the known-op table where the model can",
-    SHARDED: "shard by FSDP2 or DDP in place of tensor parallelism, or say activations=none",
+    SHARDED: "shard by FSDP2 or DDP in place of tensor parallelism, or set activations=none",
 }
 
 
@@ -73,10 +74,10 @@ class Unmet(NamedTuple):
 
     reason: str
     fix: str
-    """A change that would compress them, or say that they are not asked for."""
+    """A change that compresses them, or that no longer requests it."""
     sites: tuple[str, ...]
     nbytes: int
-    """Bytes that they keep, as far as they are known."""
+    """Their bytes, as far as known."""
 
     def __str__(self) -> str:
         of = f"{self.sites[0]}{f' and {len(self.sites) - 1} more' * (len(self.sites) > 1)}"
@@ -85,13 +86,13 @@ class Unmet(NamedTuple):
 
 
 def unmet(plan: Plan) -> list[Unmet]:
-    """List the rules for saved tensors that the recorded forwards did not satisfy.
+    """List the rules for saved tensors that recorded forwards did not satisfy.
 
-    Sites that are kept by design (small ones, statistics, the model's own input, what a rule keeps)
-    are not among them.
+    Sites that are kept by design (small tensors, statistics, the model's input, `keep` rules) are
+    left out.
 
     Args:
-        plan: Of a wrapped model, after a forward.
+        plan: The plan of a wrapped model, after a forward.
 
     Example:
         >>> import torch
@@ -119,12 +120,12 @@ def unmet(plan: Plan) -> list[Unmet]:
 
 
 class FirstStep:
-    """A hook before an optimizer's step that warns, at the first step, of unmet requests.
+    """A hook before an optimizer's first step that warns of unmet requests.
 
     Args:
-        plan: Of the wrapped model; its `strict` makes it an error before anything is changed.
-        interception: The model's.
-        model: As `wrap` was given it.
+        plan: The plan of the wrapped model. With its `strict` the hook raises instead.
+        interception: The model's interception.
+        model: The model as passed to `wrap`.
     """
 
     def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
@@ -133,14 +134,14 @@ class FirstStep:
         self._frames, self._done = _frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
-        """Register the hook on the optimizer that `wrap` returns; gives its handle."""
-        if isinstance(optimizer, ReleaseGradients | HostStates):  # which updates before it steps
+        """Register the hook on the optimizer from `wrap`; return its handle."""
+        if isinstance(optimizer, ReleaseGradients | HostStates):  # they update before `step`
             optimizer.before = self.report
         return optimizer.register_step_pre_hook(self)
 
     def attach_model(self, model: nn.Module) -> list[Any]:
-        """Attach to a model without an optimizer: the end of a forward reports."""
-        if type(model).forward is nn.Module.forward:  # a container, whose parts are called
+        """Register hooks on a model without an optimizer, which report at the end of a forward."""
+        if type(model).forward is nn.Module.forward:  # a container, whose children are called
             return [handle for part in model.children() for handle in self.attach_model(part)]
         return [model.register_forward_hook(self._after_forward)]
 
@@ -158,7 +159,11 @@ class FirstStep:
             self.report()
 
     def report(self) -> bool:
-        """Warn once, or raise RuntimeError where that is asked for; whether it is known by now."""
+        """Warn once of unmet requests; return whether nothing is left to report.
+
+        Raises:
+            RuntimeError: With `strict`.
+        """
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
@@ -202,7 +207,7 @@ def _frames() -> int:
 
 
 def warn_of_untested(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-    """Warn at `wrap` of states that stay exact since memtrain does not know their optimizer."""
+    """Warn of states that stay exact because memtrain does not know their optimizer."""
     untested = [one for one in optimizers if not is_tested(one)]
     groups = [group for one in untested for group in one.param_groups]
     kept = [entry for entry in plan.entries("state") if entry.reason == UNTESTED.reason]
@@ -223,7 +228,7 @@ def _warn_of_untested(names: str, groups: list[dict[str, Any]], nbytes: int, lev
 
 
 def warn_of_whole_states(plan: Plan, optimizer: Optimizer, *_: Any) -> None:
-    """After a step: warn once of states that no rule compresses, as of Adadelta."""
+    """Warn once, after a step, of states that no rule compresses (Adadelta)."""
     states = innermost(optimizer)
     if not isinstance(states, CompressedStates) or vars(states).get("_is_checked"):
         return
@@ -250,18 +255,18 @@ def warn_of_whole_states(plan: Plan, optimizer: Optimizer, *_: Any) -> None:
 
 
 class Untrained:
-    """A hook before steps that reports parameters that no optimizer steps.
+    """A hook before steps that reports parameters without an optimizer.
 
-    A warning, once, names those that are in no group: an adapter that is added after `wrap`, say,
-    until `add_param_group` gets its parameters. If no parameter in any group is the model's any
-    more, the hook raises: `load_state_dict(assign=True)` leaves the optimizer with parameters that
-    no model has, and nothing would be trained. What was in no group at `wrap` is the user's choice.
+    The hook warns once of parameters that are in no group, such as those of an adapter that was
+    added after `wrap`. It raises if no parameter in any group belongs to the model any more:
+    `load_state_dict(assign=True)` replaces parameters, and nothing would be trained. Parameters in
+    no group at `wrap` are the user's choice.
 
     Args:
-        model: The wrapped model; it is not kept alive.
-        optimizers: Those that `wrap` returns with it; they are not kept alive.
-        interception: Of the model, if any, which knows when parameters were replaced. Without it
-            only the first parameter is compared.
+        model: The wrapped model, referenced weakly.
+        optimizers: The optimizers from `wrap`, referenced weakly.
+        interception: The model's interception, which records replaced parameters. Without one only
+            the first parameter is compared.
     """
 
     def __init__(
@@ -272,9 +277,9 @@ class Untrained:
     ) -> None:
         self._model, self._interception = WeakRef(model), interception
         self._optimizers = [WeakRef(optimizer) for optimizer in optimizers]
-        left_out = _untrained(model, _stepped(optimizers))
-        self._names = {name for name, _ in left_out}  # sharding replaces the parameters
-        self._params = WeakIdKeyDictionary({param: name for name, param in left_out})  # renamed
+        untrained = _untrained(model, stepped(optimizers))
+        self._names = {name for name, _ in untrained}  # sharding replaces the parameters
+        self._params = WeakIdKeyDictionary({param: name for name, param in untrained})  # renamed
         self._checked: list[int] | None = None
 
     def __getstate__(self) -> dict[str, Any]:
@@ -285,19 +290,19 @@ class Untrained:
         model, interception = self._model(), self._interception
         if model is None:
             return
-        first = id(next(model.parameters(), None))  # known before a closure's forward, too
+        first = id(next(model.parameters(), None))  # known before a closure's forward
         now = [first] if interception is None else [first, *interception.trained]
         if now == self._checked:
             return
         others = (reference() for reference in self._optimizers)
-        stepped = _stepped([optimizer, *(one for one in others if one is not None)])
-        found = _untrained(model, stepped)
+        trained = stepped([optimizer, *(one for one in others if one is not None)])
+        found = _untrained(model, trained)
         found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
         names = [name for name, _ in found]
-        elsewhere = stepped.isdisjoint(model.parameters())
-        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, stepped))):
-            names = []  # the model's parameters are made of those that are stepped
-        if names and stepped and elsewhere:
+        elsewhere = trained.isdisjoint(model.parameters())
+        if in_zero(param for _, param in found) or (elsewhere and any(map(is_sharded, trained))):
+            names = []  # the stepped parameters contain the model's
+        if names and trained and elsewhere:
             raise RuntimeError(
                 f"{_listed(names)}: in no group of the optimizer, whose parameters are none of the "
                 "model's any more, as after load_state_dict(assign=True), so that a step would "
@@ -317,15 +322,11 @@ class Untrained:
         )
 
 
-def _stepped(optimizers: Iterable[Optimizer]) -> set[Tensor]:
-    return {p for one in optimizers for group in one.param_groups for p in group["params"]}
-
-
 def _listed(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
 
-def _untrained(model: nn.Module, stepped: set[Tensor]) -> list[tuple[str, Tensor]]:
+def _untrained(model: nn.Module, trained: set[Tensor]) -> list[tuple[str, Tensor]]:
     named = model.named_parameters()
-    return [(name, p) for name, p in named if p.requires_grad and p not in stepped]
+    return [(name, p) for name, p in named if p.requires_grad and p not in trained]

@@ -139,7 +139,7 @@ HEAD = "memtrain_plan: 1\n"
     ("text", "message"),
     [
         (HEAD + "seed: [1", "line 2"),
-        (HEAD + "seed: 0\nseed: 1\n", "line 3: 'seed' stands in line 2 too"),
+        (HEAD + "seed: 0\nseed: 1\n", "line 3: 'seed' is also in line 2"),
         (HEAD + "sead: 0\n", "line 2: unknown key 'sead'"),
         (HEAD + "seed: x\n", "line 2: seed"),
         (HEAD + "weights: bf17\n", "line 2: weights='bf17'"),
