@@ -1,4 +1,4 @@
-"""Mixed precision: float formats, and which tensors of training are rounded to which."""
+"""Mixed precision: float formats, and the assignment of formats to tensors of training."""
 
 from memtrain.kernels.floats.formats import (
     BF16,

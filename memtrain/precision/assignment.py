@@ -1,4 +1,4 @@
-"""Which tensors of training are rounded to which float format: a config's, as an assignment."""
+"""Assignment of float formats to the tensors of training, from a config."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,7 +14,7 @@ LOSS_SCALES = ("dynamic", "static", "none")
 
 @dataclass(kw_only=True)
 class Precision:
-    """A config's `precision`: which tensors of training are rounded to which float format.
+    """A config's `precision`: the float formats of the tensors of training.
 
     Example:
         >>> Precision(assignment="size_ordered", ratio=0.5).active
@@ -22,36 +22,34 @@ class Precision:
     """
 
     assignment: str = FP32
-    """`fp32` rounds nothing. `size_ordered`: groups of tensors between two GEMMs, largest first,
-    become low until `ratio` of all elements is.
-    `uniform`: everything low. `operator`: the inputs of GEMMs and the gradients of their outputs;
-    `operator_out`: also their outputs."""
+    """`fp32`: nothing is rounded. `uniform`: all tensors are low. `size_ordered`: groups of tensors
+    between two GEMMs become low, largest first, until `ratio` of all elements is low. `operator`:
+    inputs of GEMMs and gradients of their outputs are low. `operator_out`: their outputs, too."""
     ratio: float = 1.0
-    """Of the elements of all tensors of training, 0 to 1; for `size_ordered`."""
+    """Share of the elements of all tensors of training, 0 to 1, for `size_ordered`."""
     seed: int = 0
-    """Of stochastic rounding."""
+    """The seed of stochastic rounding."""
     keep_first: bool = False
-    """The first GEMM's input, weights and output gradient stay high."""
+    """Whether the first GEMM's input, weights and output gradient stay high."""
     keep_last: bool = False
-    """The last GEMM's output and all that comes after it stay high."""
+    """Whether the last GEMM's output and all later tensors stay high."""
     low: str = "fp8_forward"
-    """Low activations and weights: a name of `memtrain.precision.FORMATS`, or `1-E-M+bias`; with
-    `:even` or `:stochastic` after it for another rounding."""
+    """Format of low activations and weights: a name in `memtrain.precision.FORMATS`, or
+    `1-E-M+bias`. A suffix `:even` or `:stochastic` changes the rounding."""
     low_backward: str = "fp8_backward"
-    """Low gradients of activations."""
+    """Format of low gradients of activations."""
     high: str = "fp16"
-    """All that is not low, and the gradients of weights. `fp16` is the paper's 1-6-9, not IEEE's;
-    `fp32` leaves it as it is."""
+    """Format of other tensors and of the gradients of weights. `fp16` is the paper's 1-6-9, not
+    IEEE's. `fp32` does not round."""
     promotion: float | None = 0.01
-    """A low activation or weight of which this share overflows becomes high for good; empty:
-    never."""
+    """Overflow ratio at which a low activation or weight becomes high permanently; empty: never."""
     loss_scale: str = "dynamic"
-    """`dynamic`, `static` (always `initial_scale`) or `none`. A GradScaler of the user's own turns
-    it off."""
+    """`dynamic`, `static` (always `initial_scale`) or `none`. A user's GradScaler turns the loss
+    scale off."""
     initial_scale: float = 65536.0
-    """A power of two."""
+    """The first loss scale, a power of two."""
     growth_interval: int = 2000
-    """Backward passes without an overflow after which the scale is doubled."""
+    """Backward passes without an overflow before the scale is doubled."""
 
     def __post_init__(self) -> None:
         _one_of("assignment", self.assignment, ASSIGNMENTS)
@@ -88,26 +86,26 @@ class Precision:
 
     @property
     def high_format(self) -> FloatFormat | None:
-        """The format of what is not low; None: left as it is."""
+        """The format of other tensors; None if they are not rounded."""
         return None if self.high == FP32 else _named("high", self.high)
 
     def backward_format(self, *, low: bool) -> FloatFormat | None:
-        """Give the format of gradients, which overflow to Inf: the loss scale must see that."""
+        """Return the format of gradients, whose overflows are Inf for the loss scale."""
         form = _named("low_backward", self.low_backward) if low else self.high_format
         return form and replace(form, overflow="inf")
 
 
 @dataclass(frozen=True)
 class Assignment:
-    """The names of the tensors that are low; gradients of weights never are."""
+    """The names of the low tensors; gradients of weights are never low."""
 
     forward: frozenset[str] = frozenset()
     """Activations and weights."""
     backward: frozenset[str] = frozenset()
-    """Activations whose gradients are low."""
+    """Activations with low gradients."""
 
     def elements(self, graph: Graph) -> int:
-        """Count the elements of the graph's tensors and gradients that are low."""
+        """Return how many elements of the graph's tensors and gradients are low."""
         return sum(
             tensor.numel * ((tensor.name in self.forward) + (tensor.name in self.backward))
             for tensor in graph.tensors
@@ -115,14 +113,14 @@ class Assignment:
 
 
 def assign(graph: Graph, config: Precision) -> Assignment:
-    """Choose the tensors that a config asks to be low.
+    """Choose the low tensors for a config.
 
     Args:
-        graph: Of the model.
-        config: `fp32` gives the assignment in which nothing is low.
+        graph: The model's graph.
+        config: The config. With `fp32` no tensor is low.
 
     Returns:
-        The names of the tensors that are low before any promotion.
+        The names of the low tensors, before any promotion.
 
     Example:
         >>> from memtrain.precision.graph import GraphTensor
@@ -135,82 +133,52 @@ def assign(graph: Graph, config: Precision) -> Assignment:
         Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464,
         sections 3.1 and 4.1; Sun et al., HFP8 Training, NeurIPS 2019 (`operator`).
     """
-    high = _kept_high(graph, config)
+    high = {0} if config.keep_first else set()  # the group that feeds the first GEMM
+    if config.keep_last:
+        high.add(len(graph.gemms))
+    tensors = [tensor for tensor in graph.tensors if tensor.group not in high]
     if config.assignment == "uniform":
-        return _all_of([tensor for tensor in graph.tensors if tensor.group not in high])
+        return _all_of(tensors)
     if config.assignment in ("operator", "operator_out"):
-        return _operator(graph, config, high)
+        return _operator(tensors, config)
     if config.assignment != SIZE_ORDERED:
         return Assignment()
-    own = sizes(graph)
-    # Of equal sizes the earlier group comes first.
-    order = sorted(sorted(own), key=own.__getitem__, reverse=True)
-    return demote(graph, [group for group in order if group not in high], config.ratio)
+    own, chosen = sizes(graph), set[int]()
+    # The earlier of equal groups comes first.
+    for group in sorted(sorted(own.keys() - high), key=own.__getitem__, reverse=True):
+        if sum(own[one] for one in chosen) >= config.ratio * graph.elements:
+            break
+        chosen.add(group)
+    return _all_of([tensor for tensor in tensors if tensor.group in chosen])
 
 
 def sizes(graph: Graph) -> dict[int, int]:
-    """Count the elements of each group's tensors, gradients of weights among them."""
-    return {
-        group: sum(tensor.elements for tensor in tensors)
-        for group, tensors in graph.groups().items()
-    }
-
-
-def demote(graph: Graph, order: Sequence[int], ratio: float) -> Assignment:
-    """Make whole groups low, one after another, until `ratio` of all elements is in them.
-
-    Args:
-        graph: Of the model.
-        order: Groups.
-        ratio: 0 to 1; gradients of weights count, though they stay high.
-
-    Returns:
-        The shortest prefix of `order` that reaches `ratio`, or all of it.
-    """
-    own, low, total = sizes(graph), 0, graph.elements
-    chosen: set[int] = set()
-    for group in order:
-        if low >= ratio * total:
-            break
-        low += own[group]
-        chosen.add(group)
-    return _all_of([tensor for tensor in graph.tensors if tensor.group in chosen])
+    """Return the number of elements of each group, including gradients of weights."""
+    return {group: sum(x.elements for x in tensors) for group, tensors in graph.groups().items()}
 
 
 def _all_of(tensors: Sequence[GraphTensor]) -> Assignment:
     return Assignment(
-        frozenset(tensor.name for tensor in tensors),
+        frozenset(x.name for x in tensors),
         frozenset(x.name for x in tensors if x.gradient and not x.weight),
     )
 
 
-def _operator(graph: Graph, config: Precision, high: set[int]) -> Assignment:
-    tensors = [tensor for tensor in graph.tensors if tensor.group not in high]
+def _operator(tensors: Sequence[GraphTensor], config: Precision) -> Assignment:
     outputs = config.assignment == "operator_out"
-    first = {1} if config.keep_first else set()  # the group of the first GEMM's output
+    first = 1 if config.keep_first else None  # the group of the first GEMM's output
+    gradients = [x for x in tensors if x.gemm_output and x.gradient and not x.weight]
     return Assignment(
         frozenset(x.name for x in tensors if x.gemm_input or (outputs and x.gemm_output)),
-        frozenset(
-            x.name
-            for x in tensors
-            if x.gemm_output and x.gradient and not x.weight and x.group not in first
-        ),
-    )
-
-
-def _kept_high(graph: Graph, config: Precision) -> set[int]:
-    """Give the groups at the ends: 0 feeds the first GEMM, the last is the last one's output."""
-    return ({0} if config.keep_first else set()) | (
-        {len(graph.gemms)} if config.keep_last else set()
+        frozenset(x.name for x in gradients if x.group != first),
     )
 
 
 def _named(field: str, name: str) -> FloatFormat:
     try:
-        form = named_format(name)
+        return named_format(name)
     except ValueError as error:
         raise ValueError(f"precision.{field}={name!r}: {error}") from error
-    return form
 
 
 def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:

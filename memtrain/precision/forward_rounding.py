@@ -1,4 +1,4 @@
-"""Rounding of a forward's weights and results to their formats, and of their gradients."""
+"""Rounding of a forward's weights and results, and of their gradients, to float formats."""
 
 import warnings
 import weakref
@@ -15,7 +15,7 @@ from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.trace.call_arguments import CallArguments
 from memtrain.compressors import Compressor, Float
 from memtrain.kernels.floats.formats import FORMATS, FloatFormat
-from memtrain.precision.graph import refuse_compiled, refuse_shards
+from memtrain.precision.graph import refuse_hidden
 from memtrain.precision.loss_scaling import (
     LossScaler,
     bypassing,
@@ -32,9 +32,9 @@ from memtrain.precision.tensor_names import METADATA, TensorNames, roundable, wr
 class ForwardRounding(RoundingMode):
     """Rounds to the formats of a `PrecisionState`.
 
-    An op's result is rounded where it lies, so that a backward which uses the result uses the
-    rounded one; its gradient, the sum over all who read it, by a hook on it. A weight is rounded
-    when an op reads it; its gradient in the backward, where it is also unscaled.
+    An op's result is rounded in place, so that the backward reads the rounded one. A hook rounds
+    its gradient, the sum over all readers. A weight is rounded when an op reads it; its gradient is
+    rounded and unscaled in the backward.
 
     Args:
         state: Formats, counts and the loss scale.
@@ -45,7 +45,7 @@ class ForwardRounding(RoundingMode):
         super().__init__()
         self.state, self.trial = state, trial
         self.scaler = LossScaler(state)
-        self._checked: set[str] = set()  # modules of which a whole forward has been checked
+        self._checked: set[str] = set()  # modules whose whole forward has been checked
         self._tracing = False
         self._saved: SavedTensors | None = None
         self._clear()
@@ -53,8 +53,8 @@ class ForwardRounding(RoundingMode):
     def _clear(self) -> None:
         self._names = TensorNames()
         self._rounded: dict[str, weakref.ref[Tensor]] = {}
-        self._counts = False  # whether overflows count: in forwards that will be trained
-        # sites and results, where the forward is checked
+        self._counts = False  # whether overflows count: in training forwards
+        # sites and results, while a forward is checked
         self._results: list[tuple[str, weakref.ref[Tensor]]] | None = None
         self._model: nn.Module | None = None
 
@@ -73,22 +73,21 @@ class ForwardRounding(RoundingMode):
     def before_model(
         self, assign: Callable[[nn.Module, Any], None], model: nn.Module, args: Any, kwargs: Any
     ) -> None:
-        """Assign formats by a trace of the model's first forward; its first forward pre-hook.
+        """Assign formats by a trace of the model's first forward: a forward pre-hook.
 
         Args:
             assign: Traces a model's forward on a batch, and assigns formats to its tensors.
-            model: The hook's.
-            args: The hook's.
-            kwargs: The hook's.
+            model: The model.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
 
         Raises:
-            RuntimeError: Where ops are not seen one by one.
+            RuntimeError: If ops are not called one by one.
             ValueError: If `fully_shard` has been applied to the model, or a part is compiled.
         """
         if _compiles() or torch.jit.is_tracing() or in_transform():
             raise RuntimeError(HIDDEN)
-        refuse_shards(model)
-        refuse_compiled(model)
+        refuse_hidden(model)
         if self.state.graph is not None or self._tracing:
             return
         self._tracing = True
@@ -112,9 +111,9 @@ class ForwardRounding(RoundingMode):
             self.scaler.begin(model)
         if self._counts and module not in self._checked:
             self._results = []
-        given = (args, kwargs)
-        changed = {id(x): self._input(name, x) for name, x in self._names.inputs(module, given)}
-        return tree_map_only(Tensor, lambda x: changed.get(id(x), x), given)
+        inputs = (args, kwargs)
+        changed = {id(x): self._input(name, x) for name, x in self._names.inputs(module, inputs)}
+        return tree_map_only(Tensor, lambda x: changed.get(id(x), x), inputs)
 
     def _input(self, name: str, x: Tensor) -> Tensor:
         known = self.state.knows(name)
@@ -122,7 +121,7 @@ class ForwardRounding(RoundingMode):
         back = self.state.backward_format(name) if known else None
         if in_training_forward():
             y = self.scaler.round_leaf(x, name, partial(self._round, name, form), back)
-        else:  # in a recomputation gradients pass on as they are
+        else:  # in a recomputation gradients are not rounded
             y = x if form is None else self._round(name, form, x)
         if form is not None:
             self._names.assign(y, name)
@@ -131,7 +130,7 @@ class ForwardRounding(RoundingMode):
     def arguments(
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Put rounded weights in the place of parameters."""
+        """Replace parameters by rounded weights."""
         self._names.note_versions(args, kwargs)
         if name.strip("_") in METADATA:
             return args, kwargs
@@ -140,7 +139,7 @@ class ForwardRounding(RoundingMode):
         return [self._read(x, written) for x in args], named
 
     def _read(self, x: Any, written: Any) -> Any:
-        # No closure that calls itself: it would keep what is written alive until a collection.
+        # A recursive closure would keep `written` alive until a garbage collection.
         if type(x) in (list, tuple):
             return type(x)(self._read(item, written) for item in x)
         if not isinstance(x, Tensor) or x is written:
@@ -177,7 +176,7 @@ class ForwardRounding(RoundingMode):
             if form is None:
                 self._names.forget(y)
             else:
-                # Hidden from autograd: a softmax's saved result shall be the rounded one.
+                # `data` hides the write from autograd: a softmax shall save the rounded result.
                 seed = self.state.seed(name, form)
                 self._count(name, form.round_count_(y.data, seed=seed), y.numel())
             if back is not None and y.requires_grad:
@@ -188,7 +187,7 @@ class ForwardRounding(RoundingMode):
         return result
 
     def end(self, output: Any, *, completed: bool) -> Any:
-        """Let the gradients of the outputs be scaled."""
+        """Register the scaling of the outputs' gradients."""
         results, model = self._results, self._model
         self._clear()
         if not completed or self.trial:
@@ -200,7 +199,7 @@ class ForwardRounding(RoundingMode):
     def _check(
         self, output: Any, results: list[tuple[str, weakref.ref[Tensor]]], model: nn.Module
     ) -> None:
-        """Look once for gradients that would bypass the loss scale."""
+        """Check once for gradients that would bypass the loss scale."""
         self._checked.add(self._module)
         if not self.state.scale.active:
             return
@@ -212,7 +211,7 @@ class ForwardRounding(RoundingMode):
                 "gradient; allowed: precision.loss_scale=none"
             )
         if self._saved is not None and self._saved.saw_hooks:
-            return  # what someone's checkpointing or offloading holds is no loss term
+            return  # tensors of checkpointing or offloading are no loss terms
         alive = outliving(results, output)
         if alive:
             warnings.warn(
@@ -223,11 +222,11 @@ class ForwardRounding(RoundingMode):
             )
 
     def exact(self, x: Tensor, claimed: bool) -> Compressor | None:
-        """Return codes of the format that `x` was rounded to, which keep it bit for bit.
+        """Return a compressor that keeps a rounded tensor bit for bit, or None.
 
         Args:
             x: A saved tensor.
-            claimed: Whether a rule claims it; a weight is kept exactly all the same.
+            claimed: Whether a rule compresses it; weights are kept exactly all the same.
         """
         name = self._names.name_of(x)
         if not name or (claimed and name not in self._rounded):
@@ -251,7 +250,7 @@ class ForwardRounding(RoundingMode):
 
 
 def _compiles() -> bool:
-    """Whether Dynamo traces this call, or has given up on it and waits for the frames within."""
+    """Return whether Dynamo traces this call, or runs its frames after a graph break."""
     if torch.compiler.is_compiling():
         return True
     frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
@@ -259,7 +258,7 @@ def _compiles() -> bool:
 
 
 def _detached(x: Tensor) -> Tensor:
-    """Give `x` without its graph, which a trace does not need."""
+    """Return `x` without its graph."""
     return x.detach().requires_grad_(x.requires_grad)
 
 

@@ -1,4 +1,4 @@
-"""The tensors of training of a model, in groups between two GEMMs, from one traced forward."""
+"""The tensors of training of a model, in groups between two GEMMs, from a traced forward."""
 
 import sys
 from collections.abc import Mapping, Sequence
@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.fit import Choose
-from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import tensors_of
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep
@@ -21,7 +20,7 @@ from memtrain.precision.tensor_names import GEMMS, TensorNames
 
 
 class GraphTensor(NamedTuple):
-    """An activation or a weight, and its gradient with it."""
+    """An activation or a weight, with its gradient."""
 
     name: str
     """`module / op / output`, or the parameter's name."""
@@ -29,13 +28,13 @@ class GraphTensor(NamedTuple):
     group: int
     weight: bool = False
     gradient: bool = True
-    """Whether it has one: a model's input and frozen weights have none."""
+    """Whether it has a gradient: inputs of the model and frozen weights have none."""
     gemm_output: bool = False
     gemm_input: bool = False
 
     @property
     def elements(self) -> int:
-        """The number of elements, of its gradient too."""
+        """The number of elements, including those of its gradient."""
         return self.numel * (1 + self.gradient)
 
 
@@ -43,11 +42,9 @@ class GraphTensor(NamedTuple):
 class Graph:
     """Activations, weights and gradients of a training step, in groups between two GEMMs.
 
-    A group holds the tensors from one GEMM's output to the next GEMM, in the order of execution:
-    group 0 begins with the model's input, group i with the output of the i-th GEMM. A weight
-    belongs to the group of the activation that the op reads which uses the weight first, so it is
-    in the group that feeds its GEMM. Each tensor is in one group: a weight of several ops in that
-    of the first.
+    Group 0 begins with the model's input, group i with the output of the i-th GEMM, in the order of
+    execution. A weight belongs to the group of the activation that its first op reads: the group
+    that feeds its GEMM. Each tensor is in one group.
 
     Example:
         >>> import torch
@@ -77,7 +74,7 @@ class Graph:
         return sum(tensor.elements for tensor in self.tensors)
 
     def groups(self) -> dict[int, list[GraphTensor]]:
-        """Sort the tensors by group, activations first; groups without any are left out."""
+        """Return the tensors by group, activations first, without empty groups."""
         found: dict[int, list[GraphTensor]] = {}
         for tensor in sorted(self.tensors, key=lambda tensor: (tensor.group, tensor.weight)):
             found.setdefault(tensor.group, []).append(tensor)
@@ -106,15 +103,14 @@ def graph_of(
     choose: Choose = lambda site: Keep(""),
     options: Options = Options(),  # noqa: B008 (a frozen value)
 ) -> Graph:
-    """Trace one training forward under fake tensors; nothing is run or changed.
+    """Trace one training forward on fake tensors; the model is not changed.
 
     Args:
-        model: A real model, or one built under a `FakeTensorMode`; traced in training mode (as it
-            is, if its root is in it).
-        batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
-            arguments; real or fake.
-        choose: The plan's choice for saved tensors: a module that a rule runs as one op is one op.
-        options: How saved tensors are handled.
+        model: A real model, or one built under a `FakeTensorMode`. Its modes are kept if the root
+            is in training mode; else all modules are traced in training mode.
+        batch: A tensor, a tuple of arguments, or a dict of keyword arguments; real or fake.
+        choose: The plan's decisions for saved tensors, which may run a module as one op.
+        options: Options of saved tensors.
 
     Returns:
         The graph.
@@ -145,9 +141,8 @@ def graph_of(
 
 
 def check(model: nn.Module) -> None:
-    """Raise ValueError for a dtype that is not rounded, and for compiled or sharded modules."""
-    refuse_shards(model)
-    refuse_compiled(model)
+    """Raise ValueError for dtypes without rounding, and for compiled or sharded modules."""
+    refuse_hidden(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
@@ -157,9 +152,16 @@ def check(model: nn.Module) -> None:
             )
 
 
-def refuse_compiled(model: nn.Module) -> None:
-    """Raise ValueError for modules that `torch.compile` or `module.compile()` has compiled."""
+def refuse_hidden(model: nn.Module) -> None:
+    """Raise ValueError for compiled modules and for modules under `fully_shard`."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, module in model.named_modules():
+        if fsdp is not None and isinstance(module, fsdp.FSDPModule):
+            raise ValueError(
+                f"precision: {name or 'the model'} is under fully_shard (FSDP2), which gives "
+                "forwards other weights than the model has; allowed: DistributedDataParallel, or "
+                "precision.assignment=fp32"
+            )
         if is_compiled(module):
             raise ValueError(
                 f"precision: {name or 'the model'} is compiled, so that its ops are not seen; "
@@ -167,22 +169,8 @@ def refuse_compiled(model: nn.Module) -> None:
             )
 
 
-def refuse_shards(model: nn.Module) -> None:
-    """Raise ValueError for modules under `fully_shard`: each forward has other weights."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for name, module in model.named_modules():
-        if isinstance(module, fsdp.FSDPModule):
-            raise ValueError(
-                f"precision: {name or 'the model'} is under fully_shard (FSDP2), which gives "
-                "forwards other weights than the model has; allowed: DistributedDataParallel, or "
-                "precision.assignment=fp32"
-            )
-
-
 class GraphRecorder(RoundingMode):
-    """Rounds nothing, and records the tensors of the forward."""
+    """Records the tensors of a forward, without rounding."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,11 +179,8 @@ class GraphRecorder(RoundingMode):
         self._gemms: list[str] = []
 
     def graph(self) -> Graph:
-        """Give the graph of the tensors so far."""
+        """Return the graph of the tensors so far."""
         return Graph(tuple(self._tensors.values()), tuple(self._gemms))
-
-    def attach(self, saved: SavedTensors) -> None:
-        """Ignore saved tensors."""
 
     def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Record the inputs."""
@@ -208,14 +193,14 @@ class GraphRecorder(RoundingMode):
     def arguments(
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Note the versions of what the op reads."""
+        """Record the versions of the op's arguments."""
         self._names.note_versions(args, kwargs)
         return args, kwargs
 
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
-        """Record the op's results, and the weights that it used."""
+        """Record the op's results and weights."""
         read = [(x, self._names.name_of(x)) for x in tensors_of(args, kwargs)]
         results = self._names.results(module, op, args, kwargs, result)
         gemm = op in GEMMS
@@ -230,7 +215,7 @@ class GraphRecorder(RoundingMode):
                 if self._is_activation(name):
                     self._tensors[name] = self._tensors[name]._replace(gemm_input=True)
             self._gemms.append(f"{module or '(root)'} / {op}")
-        # Reentrant checkpointing runs its part without gradients first.
+        # Reentrant checkpointing runs its forward without gradients first.
         inside = not torch.is_grad_enabled() and (weights or source)
         for name, y in results:
             if y.requires_grad or inside:
@@ -238,7 +223,7 @@ class GraphRecorder(RoundingMode):
         return result
 
     def end(self, output: Any, *, completed: bool) -> Any:
-        """Forget the storages."""
+        """Clear the storages."""
         self._names.clear()
         return output
 

@@ -1,4 +1,4 @@
-"""Gradients scaled at the model's outputs and unscaled at its weights; skipped steps."""
+"""Scaling of gradients at the model's outputs, unscaling at its weights, and skipped steps."""
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -19,21 +19,21 @@ from memtrain.kernels.step.uploads import read
 from memtrain.optim.wrappers.dtypes import map_tensors
 from memtrain.precision.state import PrecisionState
 
-# Torch's op has no other CUDA kernels (2.11): none for bfloat16, which has one on a CPU.
+# Dtypes of torch's op on every device (2.11): it has no CUDA kernel for bfloat16.
 _UNSCALED_BY_TORCH = (torch.float16, torch.float32, torch.float64)
-OUTPUT_DEPTH = 6  # of objects within an output: a cache of keys and values, say
+OUTPUT_DEPTH = 6  # nesting of objects in an output, such as a cache of keys and values
 
 
 class LossScaler:
     """Scales gradients at the model's outputs, unscales them at its weights and inputs.
 
-    A gradient that reaches a parameter without passing an output (a penalty on the weights) never
-    carries the scale. At the end of each backward pass through an output, overflows are counted:
-    activations and weights may be promoted, the scale may change; under DistributedDataParallel,
-    equally in all processes. A step whose gradients overflowed is skipped.
+    A gradient that reaches a parameter by another path (a penalty on the weights) never carries the
+    scale. At the end of each backward pass through an output, overflows are counted, tensors may be
+    promoted and the scale may change; under DistributedDataParallel, equally in all processes. A
+    step whose gradients overflowed is skipped.
 
     Args:
-        state: Holds the scale, and is updated after every backward pass.
+        state: The state with the scale, updated after every backward pass.
     """
 
     def __init__(self, state: PrecisionState) -> None:
@@ -42,10 +42,10 @@ class LossScaler:
 
     def _clear(self) -> None:
         self._counts: dict[str, tuple[Tensor, int]] = {}  # overflows and elements
-        # as of torch's GradScaler: 1 where a weight's gradient is not finite; 1 / scale
+        # As in torch's GradScaler: 1 if a weight's gradient is not finite; 1 / scale.
         self._found_inf: dict[torch.device, tuple[Tensor, Tensor]] = {}
-        self._finite: list[Tensor] = []  # whether the gradients of outputs are
-        self._scaled = False  # whether the gradients of the present pass carry the scale
+        self._finite: list[Tensor] = []  # whether the gradients of outputs are finite
+        self._scaled = False  # whether gradients of the current pass carry the scale
 
     def __getstate__(self) -> dict[str, object]:
         return {"state": self.state, "overflowed": self.overflowed, "device": self.device}
@@ -53,23 +53,23 @@ class LossScaler:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.state: PrecisionState = state["state"]
         self.overflowed: bool = state["overflowed"]
-        """Whether a gradient since the last step has overflowed: the step must be skipped."""
+        """Whether a gradient has overflowed since the last step: the step must be skipped."""
         self.device: torch.device = state["device"]
         self.group: Any = None
-        """Of processes that train replicas of the model, and decide together."""
+        """The processes that train replicas of the model and decide together."""
         self._hidden: list[tuple[Tensor, Tensor]] = []  # gradients, in a skipped step
         self._handles: list[Any] = []
-        self._is_copy = True  # of a model: torch copies no hooks with its optimizer
+        self._is_copy = True  # of a model: torch does not copy the hooks of its optimizer
         self._model: Callable[[], nn.Module | None] = lambda: None
         self._clear()
 
     def attach(self, optimizer: Optimizer) -> Self:
-        """Hook an optimizer's step, which finds no gradients where they overflowed.
+        """Register hooks on an optimizer, whose step finds no gradients if they overflowed.
 
-        Parameters, states and step counts then stay; the gradients are there again afterwards.
+        Parameters, states and step counts then stay. The gradients are restored after the step.
 
         Returns:
-            This one, a handle: its `remove` takes the hooks off.
+            This object, whose `remove` removes the hooks.
         """
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -78,7 +78,7 @@ class LossScaler:
         return self
 
     def attach_copy(self, optimizer: Optimizer) -> None:
-        """As `attach`, if the optimizer is one of the copied model."""
+        """Register the hooks if the optimizer steps the copied model."""
         model = self._model()
         held = {param for group in optimizer.param_groups for param in group["params"]}
         if model is not None and not held.isdisjoint(model.parameters()):
@@ -86,7 +86,7 @@ class LossScaler:
             self.attach(optimizer)
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         _COPIES.discard(self)
         for handle in self._handles:
             handle.remove()
@@ -99,11 +99,11 @@ class LossScaler:
         self._counts[name] = both
 
     def begin(self, model: nn.Module) -> None:
-        """Begin a training forward: look whether it is a replica's."""
+        """Begin a training forward: find the process group of a replica."""
         ddp = DistributedDataParallel._active_ddp_module
         self.group = None if ddp is None else ddp.process_group
         self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
-        if self._is_copy:  # asked here: a copy to evaluate is never looked for
+        if self._is_copy:  # here, so that copies for evaluation are never registered
             self._is_copy, self._model = False, weakref.ref(model)
             _COPIES.add(self)
             _look_at_steps()
@@ -111,10 +111,10 @@ class LossScaler:
     # -- at the outputs ------------------------------------------------------------------------
 
     def scale_gradients_of(self, output: Any) -> Any:
-        """Give the model's output, whose gradient will be scaled.
+        """Return the model's output, with gradients that will be scaled.
 
-        Nothing is done where no gradient will come, nor in a recomputation: there the gradients
-        are scaled already.
+        Without a gradient, and in a recomputation, whose gradients are scaled already, the output
+        is returned as it is.
         """
         if not in_training_forward():
             return output
@@ -123,12 +123,12 @@ class LossScaler:
     def _output(self, known: dict[int, Tensor], x: Tensor) -> Tensor:
         if not x.requires_grad or not x.is_floating_point():
             return x
-        if id(x) not in known:  # for the user to change in place as ever: not a view
+        if id(x) not in known:  # not a view, so that users can change it in place
             known[id(x)] = _StraightThrough.apply(x, Tensor.detach, self._scale)
         return known[id(x)]
 
     def _scale(self, grad: Tensor) -> Tensor:
-        """Scale an output's gradient: a backward pass through the model begins."""
+        """Scale an output's gradient, at the beginning of a backward pass through the model."""
         if not self._scaled:
             self._scaled = True
             Variable._execution_engine.queue_callback(self._end_backward)
@@ -182,7 +182,7 @@ class LossScaler:
         self.state.promote({name: count / numel for name, (count, numel) in shares.items()})
         if not self.state.scale.active:
             return
-        # A loss that is not finite is the user's: no scale would fix it.
+        # A loss that is not finite is the user's: no smaller scale would help.
         overflow = overflow and not bad_loss
         self.overflowed |= overflow
         self.state.scale.update(overflow=overflow)
@@ -190,7 +190,7 @@ class LossScaler:
     def _all_reduce(
         self, overflow: bool, bad_loss: bool, shares: Mapping[str, tuple[float, float]]
     ) -> tuple[bool, bool, dict[str, tuple[float, float]]]:
-        """Combine the arguments of all processes by one sum of a few numbers."""
+        """Combine the arguments of all processes by one all-reduce."""
         names = [tensor.name for tensor in self.state.graph.tensors] if self.state.graph else []
         own = [shares.get(name, (0, 0)) for name in names]
         numbers = [float(overflow), float(bad_loss), *(number for pair in own for number in pair)]
@@ -220,22 +220,22 @@ class LossScaler:
 
 
 _COPIES: weakref.WeakSet[LossScaler] = weakref.WeakSet()
-"""Of copied models, whose optimizers have not stepped yet."""
+"""Scalers of copied models whose optimizers have not stepped yet."""
 
 
 @cache
 def _look_at_steps() -> None:
-    """Let copies find their optimizers, for good: a step may be going through torch's hooks now."""
-    register_optimizer_step_pre_hook(_attach_copies)
+    """Register a hook by which copies find their optimizers; it stays, as steps may be running."""
 
+    def attach_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        for scaler in [*_COPIES]:
+            scaler.attach_copy(optimizer)
 
-def _attach_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    for scaler in [*_COPIES]:
-        scaler.attach_copy(optimizer)
+    register_optimizer_step_pre_hook(attach_copies)
 
 
 class _StraightThrough(torch.autograd.Function):
-    """A function of a tensor, with a gradient that is another function of the result's gradient."""
+    """A function of a tensor, with another function applied to the gradient."""
 
     @staticmethod
     def forward(
@@ -254,12 +254,12 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def unscale(grad: Tensor, found_inf: Tensor, inverse: Tensor) -> None:
-    """Multiply a gradient by 1 / scale in place; where it is not finite, `found_inf` becomes 1.
+    """Multiply a gradient by 1 / scale in place; set `found_inf` to 1 if it is not finite.
 
     Args:
-        grad: Of any float dtype.
-        found_inf: float32, one element: 0 or 1.
-        inverse: float32, one element: a power of two.
+        grad: The gradient, with any float dtype.
+        found_inf: 0 or 1, a float32 scalar.
+        inverse: 1 / scale, a float32 scalar.
 
     Example:
         >>> grad, found_inf = torch.tensor([2.0, torch.inf]).bfloat16(), torch.tensor(0.0)
@@ -283,7 +283,7 @@ def _refuse_double_backward() -> None:
 
 
 def in_training_forward() -> bool:
-    """Whether a forward runs that will be trained: no evaluation, no recomputation."""
+    """Return whether a forward runs for training: no evaluation, no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
 
@@ -291,9 +291,9 @@ def in_training_forward() -> bool:
 
 
 def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
-    """Give weak references to the tensors of an op's result that carry gradients.
+    """Return weak references to the tensors with gradients in an op's result.
 
-    Of those without elements, such as torch 2.11's checkpointing makes, no loss has a term.
+    Empty tensors are left out: torch 2.11's checkpointing makes some.
     """
     results = result if isinstance(result, tuple | list) else (result,)
     return [
@@ -307,23 +307,20 @@ def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
 
 
 def outliving(results: Iterable[tuple[str, weakref.ref[Tensor]]], output: Any) -> list[str]:
-    """Find tensors of a forward that are alive after it without being among its outputs.
+    """Return the sites of tensors that are alive after a forward and not among its outputs.
 
     Args:
-        results: The sites of tensors with weak references to them.
-        output: Of the forward, which has returned.
-
-    Returns:
-        The sites of those tensors.
+        results: Sites, and weak references to their tensors.
+        output: The forward's output.
     """
     outputs = list(within(output))
-    given = {id(x) for x in (*outputs, *(x._base for x in outputs))}
-    alive = [site for site, ref in results if (y := ref()) is not None and id(y) not in given]
+    known = {id(x) for x in (*outputs, *(x._base for x in outputs))}
+    alive = [site for site, ref in results if (y := ref()) is not None and id(y) not in known]
     return list(dict.fromkeys(alive))
 
 
 def within(value: Any, depth: int = OUTPUT_DEPTH) -> Iterator[Tensor]:
-    """Iterate over the tensors in an object's containers and attributes.
+    """Yield the tensors in an object's containers and attributes.
 
     Example:
         >>> len([*within({"a": [torch.ones(1)], "b": (torch.ones(2), 3)})])
@@ -344,16 +341,13 @@ def within(value: Any, depth: int = OUTPUT_DEPTH) -> Iterator[Tensor]:
 
 
 def bypassing(outputs: Iterable[Tensor], model: nn.Module) -> list[str]:
-    """Find the parameters that an output's graph reaches by a path without their rounding.
+    """Return the names of parameters that an output's graph reaches without their rounding.
 
-    Custom autograd Functions and TorchScript modules read them where no op is seen.
+    Custom autograd Functions and TorchScript modules read parameters without a visible op.
 
     Args:
-        outputs: Of a forward.
-        model: Names the parameters.
-
-    Returns:
-        Names, sorted.
+        outputs: Outputs of a forward.
+        model: The model, for the names.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     found: set[str] = set()

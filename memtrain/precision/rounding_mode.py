@@ -1,4 +1,4 @@
-"""A torch function mode that rounds, or records, what the ops of a forward read and give."""
+"""A torch function mode that rounds or records the inputs and results of a forward's ops."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -15,7 +15,7 @@ HIDDEN = (
     "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
     "hide; allowed there: precision.assignment=fp32"
 )
-"""Why a forward whose ops are to be rounded is refused."""
+"""The error for forwards whose ops cannot be rounded one by one."""
 
 _GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -23,8 +23,8 @@ _GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIss
 class RoundingMode(TorchFunctionMode):
     """Calls `arguments` and `result` around each torch function of a forward.
 
-    Replaced ops run beneath it, as one op each; saved tensors are visited above it, once an op's
-    result has been rounded.
+    Replaced ops run below this mode, each as one op. Saved tensors are visited above it, after an
+    op's result has been rounded.
     """
 
     def __init__(self) -> None:
@@ -47,35 +47,35 @@ class RoundingMode(TorchFunctionMode):
         return self.result(module, _op_name(name, args), args, kwargs, func(*args, **kwargs))
 
     def _written_out(self, module: nn.Module, x: Tensor) -> Any:
-        """A module that runs as one op: only its result is rounded."""
+        """Run a module as one op, of which only the result is rounded."""
         call = recognise_module(module, x)
         name = "" if call is None else call.op
         self.arguments(self.module, name, (x,), {})
         return self.result(self.module, name, (x,), {}, written_out(module, x))
 
-    # -- what a mode does ---------------------------------------------------------------------
+    # -- overridden by subclasses ---------------------------------------------------------------
 
     def attach(self, saved: SavedTensors) -> None:
-        """Take the `SavedTensors` of the forwards."""
+        """Set the `SavedTensors` of the forwards."""
 
     def begin(self, model: nn.Module, module: str, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Begin the outermost forward, of `module`; returns its arguments."""
+        """Begin the outermost forward, that of `module`; return its arguments."""
         return args, kwargs
 
     def arguments(
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Begin a torch function of this `__name__`; returns its arguments."""
+        """Begin a torch function with this `__name__`; return its arguments."""
         return args, kwargs
 
     def result(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> Any:
-        """End the function, an op of this name in sites; returns its result."""
+        """End a torch function, with its op's name in sites; return its result."""
         return result
 
     def end(self, output: Any, *, completed: bool) -> Any:
-        """End the outermost forward; `completed` is False where an exception ended it."""
+        """End the outermost forward; `completed` is False after an exception."""
         return output
 
 
@@ -85,7 +85,7 @@ def _refuse_traced() -> None:
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:
-    """Return the op's name: dunders and in-place marks stripped; `pow` with 2 is `square`."""
+    """Return the op's name without underscores at its ends; `pow` with 2 is `square`."""
     name = name.strip("_")
     if name == "pow" and len(args) > 1 and not isinstance(args[1], Tensor) and args[1] == 2:
         return "square"

@@ -1,4 +1,4 @@
-"""The state of a run in mixed precision: low tensors, promotions and the loss scale."""
+"""The state of training in mixed precision: low tensors, promotions and the loss scale."""
 
 import zlib
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ LARGEST, LEAST = 2.0**32, 2.0**-32
 
 
 class Promotion(NamedTuple):
-    """One activation or weight that became high for good."""
+    """An activation or weight that became high permanently."""
 
     step: int
     """Gradient computations before it."""
@@ -26,15 +26,15 @@ class Promotion(NamedTuple):
 
 
 class LossScale:
-    """A power of two that gradients are scaled by inside the model, as by torch's GradScaler.
+    """The factor of gradients inside the model, a power of two, as in torch's GradScaler.
 
-    After a backward pass that overflowed it is halved; after `interval` passes in a row that did
-    not, doubled.
+    The scale is halved after a backward pass with an overflow, and doubled after `interval`
+    consecutive passes without one.
 
     Args:
         mode: `dynamic`, `static` or `none` (always 1).
-        initial: A power of two.
-        interval: Backward passes.
+        initial: The first scale, a power of two.
+        interval: Number of backward passes.
 
     Example:
         >>> scale = LossScale("dynamic", 8.0, 2)
@@ -52,7 +52,7 @@ class LossScale:
         self.overflows = 0
         """Passes that overflowed so far."""
         self.off = ""
-        """The reason why it is not used although the config asks for it."""
+        """Why the scale is not used although the config requests it."""
 
     @property
     def active(self) -> bool:
@@ -60,11 +60,11 @@ class LossScale:
         return self.mode != "none" and not self.off
 
     def turn_off(self, why: str) -> None:
-        """Scale no more, for good."""
+        """Stop scaling permanently."""
         self.off, self.value = why, 1.0
 
     def update(self, *, overflow: bool) -> None:
-        """Halve or double the scale after a backward pass, as its overflows ask for."""
+        """Halve or double the scale after a backward pass."""
         self.overflows += overflow
         if self.mode != "dynamic" or self.off:
             return
@@ -76,17 +76,17 @@ class LossScale:
             self.value, self.clean = min(self.value * GROWTH, LARGEST), 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Give a plain dict for `load_state_dict`."""
+        """Return a plain dict for `load_state_dict`."""
         return {name: getattr(self, name) for name in ("value", "clean", "overflows", "off")}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         self.value, self.clean = float(state["value"]), int(state["clean"])
         self.overflows, self.off = int(state["overflows"]), str(state["off"])
 
 
 class PrecisionState:
-    """Formats of all tensors of training, as they are now.
+    """Current formats of all tensors of training.
 
     Args:
         config: A config's `precision`.
@@ -109,16 +109,16 @@ class PrecisionState:
         self.assignment = Assignment()
         """Before any promotion."""
         self.promotions: list[Promotion] = []
-        """In the order in which they came."""
+        """All promotions, in order."""
         self.scale = LossScale(config.loss_scale, config.initial_scale, config.growth_interval)
         self.step = 0
-        """Gradient computations so far."""
+        """Number of gradient computations so far."""
         self.unseen: dict[str, None] = {}
-        """Tensors that the traced forward did not have: they are high."""
+        """Tensors that the traced forward did not have, which are high."""
         self._index()
 
     def _index(self) -> None:
-        """Index names that are known and low, and formats by whether a tensor is low."""
+        """Index known and low names, and formats by low and high."""
         promoted = {promotion.site for promotion in self.promotions}
         self._low = self.assignment.forward - promoted
         self._known = {tensor.name for tensor in self.graph.tensors} if self.graph else set()
@@ -126,31 +126,30 @@ class PrecisionState:
         self._backward = {low: self.config.backward_format(low=low) for low in (True, False)}
 
     def assign(self, graph: Graph) -> None:
-        """Choose the assignment for a graph."""
+        """Assign formats to the tensors of a graph."""
         self.graph, self.assignment = graph, assign(graph, self.config)
         self._index()
 
     def knows(self, name: str) -> bool:
-        """Whether the traced forward had it."""
+        """Return whether the traced forward had the tensor."""
         return name in self._known
 
     def is_low(self, name: str) -> bool:
-        """Whether an activation or a weight is low now."""
+        """Return whether an activation or a weight is low."""
         return name in self._low
 
     def forward_format(self, name: str) -> FloatFormat | None:
-        """Give the format that an activation or a weight is rounded to; None: it is not."""
+        """Return the format of an activation or a weight; None if it is not rounded."""
         return self._forward[name in self._low]
 
     def backward_format(self, name: str) -> FloatFormat | None:
-        """Give the format that its gradient is rounded to; None: it is not."""
+        """Return the format of its gradient; None if it is not rounded."""
         return self._backward[name in self.assignment.backward]
 
     def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
-        """Give the seed of stochastic rounding to `form`: another one in each gradient computation.
+        """Return the seed of stochastic rounding to `form`, a new one per gradient computation.
 
-        Forwards of one computation draw the same, so a recomputation rounds as the first time;
-        ranks differ, but for weights, which are replicated.
+        A recomputation uses the seed of its forward. Ranks differ, except for replicated weights.
         """
         if form is None or form.rounding != "stochastic":
             return 0
@@ -159,11 +158,11 @@ class PrecisionState:
 
     @property
     def gradient_format(self) -> FloatFormat | None:
-        """The format of gradients of weights: never low."""
+        """The format of the gradients of weights, which is never low."""
         return self._backward[False]
 
     def promote(self, overflowed: Mapping[str, float]) -> None:
-        """End a gradient computation; promote the low tensors of which too much overflowed.
+        """End a gradient computation; promote low tensors whose overflow ratio is too high.
 
         Args:
             overflowed: Name -> overflow ratio, 0 to 1.
@@ -178,7 +177,7 @@ class PrecisionState:
 
     @property
     def ratio(self) -> float:
-        """The low-precision ratio: the share of all elements that really is low now."""
+        """The low-precision ratio: the share of all elements that is low now."""
         if self.graph is None:
             return 0.0
         low = Assignment(self._low, self.assignment.backward)
@@ -186,9 +185,9 @@ class PrecisionState:
 
     @property
     def demoted_ratio(self) -> float:
-        """The same with the gradients of low weights counted and nothing promoted.
+        """The ratio with gradients of low weights counted and promotions ignored.
 
-        It is what `size_ordered` compares with the ratio that was asked for.
+        `size_ordered` compares this value with the requested ratio.
         """
         if self.graph is None:
             return 0.0
@@ -211,7 +210,7 @@ class PrecisionState:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Give plain dicts and lists for `load_state_dict`."""
+        """Return plain dicts and lists for `load_state_dict`."""
         return {
             "step": self.step,
             "promotions": [list(promotion) for promotion in self.promotions],

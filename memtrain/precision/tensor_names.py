@@ -1,4 +1,4 @@
-"""Names of the tensors that a forward computes, by what a torch function does to its arguments."""
+"""Names of the tensors of a forward, from the effect of each torch function on its arguments."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -13,8 +13,8 @@ from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.site import Site, tensors_of
 from memtrain.kernels.floats.rounding import DTYPES
 
-# Matrix products, by the torch function's name without underscores at either end. What a function
-# of several GEMMs does inside (an LSTM, multi-head attention) is one operator.
+# Matrix products, by the torch function's name without underscores at its ends. A function with
+# several GEMMs inside (an LSTM, multi-head attention) is one operator.
 _GEMMS = """
 linear bilinear matmul rmatmul mm bmm mv dot addmm addmv addbmm baddbmm einsum tensordot
 chain_matmul multi_dot conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
@@ -22,13 +22,13 @@ convolution scaled_dot_product_attention multi_head_attention_forward
 lstm gru rnn_tanh rnn_relu lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell
 """
 
-# Their results hold elements of their first argument, and keep its name.
+# Functions whose results contain elements of their first argument, and have its name.
 _COPIES = """
 contiguous clone reshape flatten to float half bfloat16 type type_as cpu cuda getitem detach
 index_select roll flip unfold repeat repeat_interleave tile
 """
 
-# They read no element of a weight: it need not be rounded for them.
+# Functions that read no element of a weight, which is not rounded for them.
 _METADATA = """
 size dim numel nelement ndimension stride element_size get_device data_ptr storage_offset
 untyped_storage storage is_contiguous is_floating_point is_complex is_tensor is_set_to is_pinned
@@ -43,69 +43,69 @@ _NOT_IN_PLACE = ("__invert__", "__index__", "__int__", "__iter__")
 
 
 class TensorNames:
-    """Names the results of the ops of one forward, and maps storages to these names.
+    """Names the results of a forward's ops, and maps storages to these names.
 
-    A tensor of training is a floating-point result of an op with memory of its own: views, copies
-    and casts have the name of the tensor that they come from, and single numbers (losses) none.
-    Names are `module / op / output`, then `output1` and on where a module runs an op again.
+    A tensor of training is a floating-point result with its own memory and more than one element.
+    Views, copies and casts have the name of their source. Names are `module / op / output`, then
+    `output1` and so on if a module repeats an op.
     """
 
     def __init__(self) -> None:
         self.clear()
 
     def clear(self) -> None:
-        """Forget all storages, before a forward and after it."""
+        """Clear all storages, before and after a forward."""
         self._calls: Counter[tuple[str, str]] = Counter()
-        # Held, so that no other storage takes the same id while the forward runs.
+        # Weak references, so that no other storage gets the same id during the forward.
         self._names: dict[int, tuple[StorageWeakRef, str]] = {}
         self._versions: dict[int, int] = {}
         self._parameters: dict[int, str] = {}
 
     def begin(self, model: nn.Module) -> None:
-        """Begin a forward, with the parameters that the model has now (a trace has its own)."""
+        """Begin a forward with the current parameters of the model (a trace replaces them)."""
         self.clear()
         for name, parameter in model.named_parameters():
             self._parameters[id(parameter)] = name
 
     def parameter(self, x: Tensor) -> str:
-        """Give the name of the parameter that `x` is or is a view of, or an empty string."""
+        """Return the name of the parameter that `x` is or is a view of, or an empty string."""
         return self._parameters.get(id(x if x._base is None else x._base), "")
 
     def name_of(self, x: Tensor) -> str:
-        """Give the name of the tensor whose elements `x` holds, or an empty string."""
+        """Return the name of the tensor whose elements `x` has, or an empty string."""
         found = self._names.get(storage_id(x))
         return found[1] if found else ""
 
     def inputs(self, module: str, values: Any) -> list[tuple[str, Tensor]]:
-        """Name the inputs of the outermost module that are tensors of training."""
+        """Name the outermost module's inputs that are tensors of training."""
         leaves = [x for x in tree_leaves(values) if isinstance(x, Tensor) and roundable(x)]
         return [(self._name(module, "input", x, "input"), x) for x in leaves]
 
     def note_versions(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
-        """Note the versions of an op's arguments, before it may change them in place."""
+        """Record the versions of an op's arguments, before in-place changes."""
         self._versions = {id(x): _version(x) for x in tensors_of(args, kwargs)}
 
     def results(
         self, module: str, op: str, args: Sequence[Any], kwargs: Mapping[str, Any], result: Any
     ) -> list[tuple[str, Tensor]]:
-        """Name the results of the op whose arguments `note_versions` saw."""
-        given = list(tensors_of(args, kwargs))
-        read = {storage_id(x) for x in given}
+        """Name the results of the op after `note_versions`."""
+        inputs = list(tensors_of(args, kwargs))
+        read = {storage_id(x) for x in inputs}
         found = []
         for y in _flat(result):
             changed = id(y) in self._versions and _version(y) != self._versions[id(y)]
             if storage_id(y) in read and not changed:
                 continue
-            if op in COPIES and given:
-                self._copy_name(y, given[0])
+            if op in COPIES and inputs:
+                self._copy_name(y, inputs[0])
             elif roundable(y):
                 found.append((self._name(module, op, y, "output"), y))
-        if op == "setitem" and given:
-            self.forget(given[0])
+        if op == "setitem" and inputs:
+            self.forget(inputs[0])
         return found
 
     def assign(self, x: Tensor, name: str) -> None:
-        """Give the storage of `x` a name."""
+        """Name the storage of `x`."""
         self._names[storage_id(x)] = (StorageWeakRef(x.untyped_storage()), name)
 
     def forget(self, x: Tensor) -> None:
@@ -126,7 +126,7 @@ class TensorNames:
 
 
 def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
-    """Whether a function changes its first argument in place.
+    """Return whether a function changes its first argument in place.
 
     Example:
         >>> writes("add_", {}), writes("__iadd__", {}), writes("__add__", {}), writes("add", {})
@@ -138,7 +138,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def roundable(x: Tensor) -> bool:
-    """Whether a tensor is a tensor of training: more than one float.
+    """Return whether a tensor is a tensor of training: more than one float.
 
     Example:
         >>> roundable(torch.ones(2)), roundable(torch.tensor(1.0)), roundable(torch.tensor([1, 2]))
