@@ -1,14 +1,13 @@
-"""A matrix over the magnitudes of its rows and columns, in 2 bits an element: the definition.
+"""A matrix over the magnitudes of its rows and columns, in 2 bits per element: the definition.
 
 An element is `VALUES[code] * scale * (row[i] * col[j])`: the Lloyd-Max quantiser of normal numbers,
-of whatever is left when rows' and columns' own magnitudes are divided out. The root mean
-square of a block of 128 decides which of the two magnitudes an element takes. The scale is the one
-of least squares for that choice, rounded down, so what comes back is never longer than the input
-(it is its projection). With the root mean square for a scale, a moment whose elements are of one
-size would come back 1.51 times as large, and grow without end.
+after rows' and columns' magnitudes are divided out. The root mean square of a block of 128 decides
+between the two magnitudes. The scale is that of least squares for this decision, rounded down, so
+that the result (a projection) is never longer than the input. With the root mean square as scale, a
+moment with elements of one magnitude would grow by 1.51 in each step.
 
-No value is zero, so nothing is stuck at zero either; whoever stores with it must take care of what
-is lost (`PreparedStep` adds it to the weight).
+No value is zero, so no element stays at zero. The caller must use the residual (`PreparedStep` adds
+it to the weight).
 """
 
 import torch
@@ -19,27 +18,27 @@ from memtrain.kernels.packing import bits as bitpack
 
 BITS, BLOCK = 2, 128
 VALUES = (-1.51, -0.4528, 0.4528, 1.51)
-"""The best four values for a normal number of deviation 1: a mean squared error of 0.1175."""
+"""The best four values for a normal number of deviation 1, with a mean squared error of 0.1175."""
 SMALL, LARGE = VALUES[2:]
 BOUND = ((SMALL + LARGE) / 2) ** 2
-"""Times a block's mean square: elements whose squares are larger have the large magnitude."""
+"""Factor of a block's mean square, above which elements have the large magnitude."""
 SCALE = torch.bfloat16
-"""Eight bits are enough for a scale (its error joins the rest), and none overflows."""
+"""Dtype of scales: its eight bits are enough, and none overflows."""
 
 
 def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
-    """The codes and scales of `x[i, j] / (row[i] * col[j])`.
+    """Return the codes and scales of `x[i, j] / (row[i] * col[j])`.
 
-    An element whose row or column has no magnitude counts as 0. A block of zeros, and one whose
-    scale is no finite number, has scale 0: all of it is lost.
+    An element without a magnitude of its row or column counts as 0. A block of zeros, and a block
+    whose scale is not finite, has scale 0.
 
     Args:
-        x: Any float type; `len(row) * len(col)` elements, of any shape.
-        row: Of rows, float32, at least 0.
-        col: The same for columns.
+        x: A float tensor of any shape with `len(row) * len(col)` elements.
+        row: Magnitudes of rows, float32, at least 0.
+        col: Magnitudes of columns, float32, at least 0.
 
     Returns:
-        codes: uint8, [n_blocks, 32], `x` flattened into blocks as `bits.pack` says.
+        codes: uint8, [n_blocks, 32], packed as by `bits.pack`.
         scale: bfloat16, [n_blocks].
 
     Example:
@@ -48,11 +47,10 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
         ([3, 1], 2.0)
 
     Reference:
-        Lloyd, Least Squares Quantization in PCM, 1982; Max, Quantizing for Minimum Distortion,
-        1960.
+        Max, Quantizing for Minimum Distortion, 1960.
     """
     matrix = x.float().reshape(len(row), len(col))
-    # One after the other: the product of both reciprocals may overflow.
+    # In two steps: the product of both reciprocals may overflow.
     blocks = bitpack.blocks(matrix * inverse(row).unsqueeze(1) * inverse(col), BLOCK)
     starts = torch.arange(len(blocks), device=x.device) * BLOCK
     sizes = (x.numel() - starts).clamp(max=BLOCK)
@@ -69,16 +67,13 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
-    """The values that codes stand for.
+    """Return the values of codes, float32 [rows, columns].
 
     Args:
         codes: uint8, [n_blocks, 32].
         scale: bfloat16, [n_blocks].
-        row: As `encode` took it.
-        col: As `encode` took it.
-
-    Returns:
-        float32, [rows, columns].
+        row: As for `encode`.
+        col: As for `encode`.
 
     Example:
         >>> codes, scale = encode(torch.tensor([[3.0, -1.0]]), torch.ones(1), torch.ones(2))
@@ -93,13 +88,7 @@ def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """The roots of a vector, each the nearest float32: as every kernel has them.
-
-    Args:
-        x: float32.
-
-    Returns:
-        float32.
+    """Return the square roots of a float32 vector, correctly rounded as in every kernel.
 
     Example:
         >>> root(torch.tensor([4.0]))
@@ -109,7 +98,7 @@ def root(x: Tensor) -> Tensor:
 
 
 def _sum(blocks: Tensor) -> Tensor:
-    """Of each block, added in the order of the kernels: four quarters, then halves of the rest."""
+    """Return each block's sum, in the kernels' order: four quarters, then halves of the rest."""
     one, two, three, four = blocks.split(BLOCK // 4, 1)
     left = one + two + three + four
     while left.shape[1] > 1:

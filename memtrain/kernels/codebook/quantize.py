@@ -1,7 +1,7 @@
 """Quantisation by a codebook of 2**bits values in [-1, 1]: contract, reference, dispatch.
 
-An element's scale is its block's element of largest magnitude (`quantize_blocks`), or the lesser of
-its row's and its column's abs-max (`quantize_matrix`, used by rank-1). Codes are packed in blocks
+An element's scale is its block's element of largest magnitude (`quantize_blocks`), or the smaller
+of its row's and its column's abs-max (`quantize_matrix`, for rank-1). Codes are packed in blocks
 (layout: `packing.bits`).
 
 Reference:
@@ -19,8 +19,8 @@ from memtrain.kernels.dispatch import choose, contiguous_nbytes, copies, registe
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.random.philox import signed, uniform_blocks
 
-MATRIX_BLOCK = 128  # of the layout of a matrix's codes; there is no scale per block
-MAX_TRITON_BLOCK = 16384  # a program holds a whole block
+MATRIX_BLOCK = 128  # block of a matrix's packed codes, without a scale
+MAX_TRITON_BLOCK = 16384  # a program keeps a whole block
 _TINY = torch.finfo(torch.float32).tiny
 
 Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of blocks, or of rows and columns
@@ -32,24 +32,24 @@ def quantize_blocks(
     """Quantise `x` to the values of a codebook, with one scale per block.
 
     `x` is flattened and padded with zeros to whole blocks. With a signed codebook, a block's scale
-    is its element of largest magnitude (the first such element), including the sign. This element
-    is stored exactly, and the codes of `-x` decode to the opposite of those of `x`. With an
-    unsigned codebook, the scale is the magnitude. An element's code is the number of midpoints with
-    `x / scale > midpoint`: nearest, ties to the lower index; with a seed it is one of the two
-    neighbouring values', unbiased. A block of zeros gets scale 0 and codes 0, which
-    decode to 0. NaN or Inf makes its block's scale NaN or Inf and all codes of that block 0: it
-    decodes to NaN, or to the codebook's lowest value times Inf (-Inf where it is negative, NaN
-    where it is 0, else Inf). No other block notices.
+    is its first element of largest magnitude, including the sign: this element is exact, and the
+    codes of `-x` decode to the negative of those of `x`. With an unsigned codebook, the scale is
+    the magnitude. A code is the number of midpoints with `x / scale > midpoint`: nearest, ties to
+    the lower index. With a seed, codes are those of one of the two neighbouring values, unbiased.
+
+    A block of zeros has scale 0 and codes 0, and decodes to 0. With a NaN or Inf, the block's scale
+    is NaN or Inf and its codes are 0: the block decodes to NaN, or to the codebook's lowest value
+    times Inf. Other blocks do not change.
 
     Args:
-        x: Any shape and device; float32, or any float type (converted).
+        x: Any shape and device, any float dtype.
         book: The codebook.
         block_size: Elements per scale, a multiple of 8.
-        seed: 64 bits, signed or not, for stochastic rounding, see `encode`; None rounds to the
+        seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to
             nearest.
 
     Returns:
-        codes: uint8, [n_blocks, block_size * bits / 8], packed as `bits.pack` says.
+        codes: uint8, [n_blocks, block_size * bits / 8], packed as by `bits.pack`.
         scale: float32, [n_blocks].
 
     Raises:
@@ -66,23 +66,19 @@ def quantize_blocks(
         tensor([-3.])
 
     Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 2.2
-        (without signed scales: a negative largest element decodes to 0.8875 of its value).
+        Section 2.2 (without signed scales: a negative largest element decodes to 0.8875 of it).
     """
     return _quantize_blocks_op(x, *book, block_size, None if seed is None else signed(seed))
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: int) -> Tensor:
-    """The inverse of `quantize_blocks`: `value[code] * scale`.
+    """Invert `quantize_blocks`: `value[code] * scale`, float32 [numel].
 
     Args:
         codes: uint8, [n_blocks, block_size * bits / 8].
         scale: float32, [n_blocks].
         book: The codebook.
         numel: Elements without the padding.
-
-    Returns:
-        float32, [numel].
 
     Example:
         >>> book = Codebook("Linear", signed=False)
@@ -96,19 +92,18 @@ def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: in
 def quantize_matrix(
     x: Tensor, row: Tensor, col: Tensor, book: Codebook, seed: int | None = None
 ) -> Tensor:
-    """The codes of `x[i, j] * max(row[i], col[j])`.
+    """Return the codes of `x[i, j] * max(row[i], col[j])`.
 
     Args:
-        x: Any float type; `len(row) * len(col)` elements in row-major order, of any shape.
-        row: Reciprocals of the rows' scales (`inverse`), float32, 0 where rows have none.
+        x: A float tensor of any shape with `len(row) * len(col)` elements.
+        row: Reciprocals of the rows' scales (`inverse`), float32, 0 for rows without a scale.
         col: The same for columns.
         book: The codebook.
-        seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to the
+        seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to
             nearest, ties to the lower index.
 
     Returns:
-        uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says; what is
-        missing in the last one has the code of 0.
+        uint8, [n_blocks, 128 * bits / 8], packed as by `bits.pack`, padded with the code of 0.
 
     Raises:
         ValueError: If `seed` has more than 64 bits.
@@ -125,12 +120,12 @@ def quantize_matrix(
 
 
 def dequantize_matrix(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:
-    """The values of codes, times the lesser of their row's and their column's scale.
+    """Return the values of codes times the smaller of their row's and column's scale.
 
     Args:
         codes: uint8, [n_blocks, 128 * bits / 8].
-        row: Scales of rows, float32, Inf where rows have none; an element of two scales of which
-            one is NaN or Inf takes the other.
+        row: Scales of rows, float32, Inf for rows without a scale. If one of an element's scales is
+            NaN or Inf, the other one is used.
         col: The same for columns.
         book: The codebook.
 
@@ -148,25 +143,25 @@ def dequantize_matrix(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -
 
 
 def inverse(scale: Tensor) -> Tensor:
-    """1 / scale, and 0 where that says nothing: scale 0, subnormal, Inf or NaN."""
+    """Return 1 / scale, and 0 for scales that are 0, subnormal, Inf or NaN."""
     usable = (scale >= _TINY) & (scale < torch.inf)
     return (1 / scale).masked_fill(~usable, 0.0)
 
 
 def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
-    """The codes of `x / scale`, before they are packed.
+    """Return the codes of `x / scale`, before packing.
 
-    To the nearest: the number of midpoints with `x > midpoint * scale`, ties to the lower index.
-    Stochastic: with `lo` and `hi` the neighbouring values, `hi` with probability
-    `(x / scale - lo) / (hi - lo)`, to 2**-16; below the lowest value and above the highest one,
-    that value. NaN gives code 0, as do all elements whose scale is Inf or NaN (or 0, where the
-    rounding is stochastic). If the scale is negative, `x` and the scale are negated first.
+    Nearest: the number of midpoints with `x > midpoint * scale`, ties to the lower index.
+    Stochastic: with the neighbouring values `lo` and `hi`, `hi` with probability
+    `(x / scale - lo) / (hi - lo)`, within 2**-16; beyond the lowest and highest value, that value.
+    NaN has code 0, as have elements whose scale is Inf or NaN (stochastic: or 0). If the scale is
+    negative, `x` and the scale are negated first.
 
     Args:
         x: float32, [n_blocks, block_size].
-        scale: float32, [n_blocks, 1], or [1, 1] for all.
+        scale: float32, [n_blocks, 1] or [1, 1].
         book: The codebook.
-        seed: 64 bits for stochastic rounding; None rounds to the nearest.
+        seed: 64 bits for stochastic rounding; None rounds to nearest.
 
     Returns:
         int64, [n_blocks, block_size].
@@ -177,11 +172,11 @@ def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) ->
         tensor([[0, 1, 3, 3]])
 
     Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, appendix E.3.
+        Appendix E.3.
     """
     x, scale = torch.where(scale < 0, -x, x), scale.abs()
     if seed is None:
-        defined = scale + (scale - scale)  # NaN in place of Inf: no bound is passed
+        defined = scale + (scale - scale)  # NaN in place of Inf: no midpoint is below
         bounds = book.midpoints(x.device) * defined
         bounds = bounds[0] if scale.numel() == 1 else bounds
         nan = x.isnan() | bounds.isnan().any(-1, keepdim=True)
@@ -202,11 +197,11 @@ def encode_drawn(x: Tensor, scale: Tensor, book: Codebook, u: Tensor) -> Tensor:
         x: float32, [n_blocks, block_size].
         scale: float32, [n_blocks, 1].
         book: The codebook.
-        u: float32 in (0, 1), of `x`'s shape. An element is rounded up if it lies further than this
-            fraction of the way from the lower to the upper neighbouring value.
+        u: float32 in (0, 1), with the shape of `x`. An element is rounded up if its distance from
+            the lower neighbouring value exceeds this fraction of the gap.
 
     Returns:
-        int64, [n_blocks, block_size]; NaN and elements without a usable scale give 0.
+        int64, [n_blocks, block_size]; 0 for NaN and elements without a usable scale.
 
     Example:
         >>> x, u = torch.tensor([[0.3, 0.3]]), torch.tensor([[0.1, 0.9]])
@@ -246,14 +241,14 @@ def largest(blocks: Tensor, *, signed: bool) -> Tensor:
 def quantize_blocks_reference(
     x: Tensor, book: Codebook, block_size: int, seed: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """`quantize_blocks` in pure torch: the definition."""
+    """Compute `quantize_blocks` in plain torch: the definition."""
     blocks = bitpack.blocks(x.float(), block_size)
     scale = largest(blocks, signed=book.signed)
     return bitpack.pack(encode(blocks, scale.unsqueeze(1), book, seed), book.bits), scale
 
 
 def dequantize_blocks_reference(codes: Tensor, scale: Tensor, book: Codebook, numel: int) -> Tensor:
-    """`dequantize_blocks` in pure torch: the definition."""
+    """Compute `dequantize_blocks` in plain torch: the definition."""
     values = book.values(codes.device)[bitpack.unpack(codes, book.bits)]
     return (values * scale.unsqueeze(1)).view(-1)[:numel]
 
@@ -261,21 +256,21 @@ def dequantize_blocks_reference(codes: Tensor, scale: Tensor, book: Codebook, nu
 def quantize_matrix_reference(
     x: Tensor, row: Tensor, col: Tensor, book: Codebook, seed: int | None = None
 ) -> Tensor:
-    """`quantize_matrix` in pure torch: the definition."""
+    """Compute `quantize_matrix` in plain torch: the definition."""
     scaled = x.float().reshape(len(row), len(col)) * torch.maximum(row.unsqueeze(1), col)
     blocks = bitpack.blocks(scaled, MATRIX_BLOCK)
     return bitpack.pack(encode(blocks, blocks.new_ones(1, 1), book, seed), book.bits)
 
 
 def dequantize_matrix_reference(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:
-    """`dequantize_matrix` in pure torch: the definition."""
+    """Compute `dequantize_matrix` in plain torch: the definition."""
     least = torch.fmin(row.unsqueeze(1), col)
     values = book.values(codes.device)[bitpack.unpack(codes, book.bits)]
     return values.view(-1)[: least.numel()].view(least.shape) * least
 
 
 def _quantize(x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scales: Scales) -> None:
-    """Codes by a kernel; the scales of blocks are written too, those of rows and columns read."""
+    """Write codes by a kernel, and the scales of blocks; scales of rows and columns are read."""
     scale, row, col = scales
     if choose(x) == "triton":
         from memtrain.kernels.codebook import quantize_triton
@@ -289,7 +284,7 @@ def _quantize(x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scales
 
 
 def _dequantize(codes: Tensor, book: Codebook, out: Tensor, scales: Scales) -> None:
-    """Values by a kernel, written to `out`."""
+    """Write values by a kernel to `out`."""
     scale, row, col = scales
     if choose(codes) == "triton":
         from memtrain.kernels.codebook import quantize_triton
@@ -303,15 +298,15 @@ def _dequantize(codes: Tensor, book: Codebook, out: Tensor, scales: Scales) -> N
 
 @cache
 def inner_bounds(book: Codebook, device: torch.device, *, stochastic: bool) -> Tensor:
-    """What kernels compare with, float32 [2**bits - 1]: midpoints, or the values between two ends.
+    """Return the table that kernels compare with, float32 [2**bits - 1].
 
-    Of stochastic codes NaN ends the bounds, which no element passes, not an infinite one either.
+    To nearest: the midpoints. Stochastic: the inner values, and a NaN that no element exceeds.
     """
     if not stochastic:
         return book.midpoints(device)
     values = book.values(torch.device("cpu"))
     end = values.new_tensor([torch.nan])
-    return torch.cat([values[1:-1], end]).to(device)  # at once: other streams read it too
+    return torch.cat([values[1:-1], end]).to(device)  # one copy: other streams read it, too
 
 
 def _fits(x: Tensor, block_size: int = MATRIX_BLOCK) -> bool:

@@ -1,7 +1,6 @@
-"""Triton kernels of `codebook/quantize.py`: any codebook, and pieces that the fused steps share.
+"""Triton kernels of `codebook/quantize.py`: any codebook, and functions for the fused steps.
 
-A block is eight slices of `block_size / 8` elements, one tile each: the slices share their Philox
-counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
+The tiles are those of `group_triton.py`, with blocks as groups.
 """
 
 import triton
@@ -16,13 +15,13 @@ from memtrain.kernels.random.philox_triton import philox
 
 @triton.jit
 def magnitude(x):
-    """|x| as an integer that sorts like it: NaN above Inf above every number."""
+    """Return |x| as an integer with the same order: NaN above Inf above every number."""
     return x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 
 @triton.jit
 def least(a, b):
-    """The smaller of two maxima; NaN only where both are."""
+    """Return the smaller of two maxima; NaN only if both are NaN."""
     return tl.minimum(magnitude(a), magnitude(b)).to(tl.float32, bitcast=True)
 
 
@@ -50,7 +49,7 @@ def flipped(x, sign):
 
 @triton.jit
 def _begin(block, SIZE: tl.constexpr, cols, BIG: tl.constexpr):
-    """Row and column where blocks begin: the one division, once a block."""
+    """Return row and column of the first elements of blocks, by one division per block."""
     first = block * SIZE
     if not BIG:
         first = first.to(tl.int32)
@@ -60,7 +59,7 @@ def _begin(block, SIZE: tl.constexpr, cols, BIG: tl.constexpr):
 
 @triton.jit
 def _place(row, col, offset, SIZE: tl.constexpr, cols, LONG: tl.constexpr):
-    """Row and column of the elements at `offset` of blocks. LONG: they lie in two rows at most."""
+    """Return row and column of elements at `offset` of blocks. LONG: a block has at most 2 rows."""
     if LONG:
         over = offset >= tl.minimum(cols - col, SIZE).to(tl.int32)
         return row + over.to(tl.int32), col + offset - tl.where(over, cols, 0)
@@ -72,7 +71,7 @@ def _place(row, col, offset, SIZE: tl.constexpr, cols, LONG: tl.constexpr):
 
 @triton.jit
 def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
-    """The number of ascending bounds (times the scale) that x passes; NaN, a scale of Inf: 0."""
+    """Return the number of ascending bounds (times the scale) below x; 0 for NaN or scale Inf."""
     scale += scale - scale  # Inf becomes NaN
     code = tl.zeros(x.shape, dtype=tl.int32)
     for k in tl.static_range(BITS):
@@ -86,27 +85,17 @@ def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
-    x_ptr,
-    row_ptr,
-    col_ptr,
-    bounds_ptr,
-    values_ptr,
-    codes_ptr,
-    scale_ptr,
-    n,
-    cols,
-    n_blocks,
-    seed,
+    x_ptr, row_ptr, col_ptr, bounds_ptr, values_ptr, codes_ptr, scale_ptr,
+    n, cols, n_blocks, seed,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a slice
-    WIDTH_PAD: tl.constexpr,  # the power of two not below
-    GROUPS: tl.constexpr,
-    MATRIX: tl.constexpr,
-    LONG: tl.constexpr,  # of a matrix: rows are no shorter than blocks
-    BIG: tl.constexpr,  # it has 2**31 elements or more
+    WIDTH_PAD: tl.constexpr,  # the next power of two
+    GROUPS: tl.constexpr, MATRIX: tl.constexpr,
+    LONG: tl.constexpr,  # whether a matrix has rows no shorter than blocks
+    BIG: tl.constexpr,  # whether a matrix has 2**31 elements or more
     STOCHASTIC: tl.constexpr,
-    SIGNED: tl.constexpr,  # the scales of blocks have a sign
-):
+    SIGNED: tl.constexpr,  # whether scales of blocks have a sign
+):  # fmt: skip
     block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     inside = (block < n_blocks) & (column < WIDTH)
@@ -141,7 +130,7 @@ def _quantize_kernel(
                 first = tl.minimum(first, tl.where(inside, own, 0x7FFFFFFF))
             sign = sign_of(tl.min(first, axis=1)[:, None], top)
         tl.store(scale_ptr + block, flipped(scale, sign), mask=block < n_blocks)
-        # Magnitudes of finite numbers are below these bits; an Inf or a NaN reaches them.
+        # The bits of Inf and NaN are not below 0x7F800000.
         usable = inside & (top > 0) & (top < 0x7F800000)
 
     if STOCHASTIC:
@@ -168,23 +157,10 @@ def _quantize_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr,
-    scale_ptr,
-    row_ptr,
-    col_ptr,
-    values_ptr,
-    out_ptr,
-    n,
-    cols,
-    n_blocks,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    MATRIX: tl.constexpr,
-    LONG: tl.constexpr,
-    BIG: tl.constexpr,
-):
+    codes_ptr, scale_ptr, row_ptr, col_ptr, values_ptr, out_ptr, n, cols, n_blocks,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, GROUPS: tl.constexpr,
+    MATRIX: tl.constexpr, LONG: tl.constexpr, BIG: tl.constexpr,
+):  # fmt: skip
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
     block = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
@@ -211,7 +187,7 @@ def _dequantize_kernel(
 
 
 def quantize(x, book: Codebook, seed, codes, scale, row, col):
-    """Codes of `x` into `codes`, and their blocks' scales into `scale` where there are no rows."""
+    """Write the codes of `x`, and the scales of its blocks if there are no rows."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
     if n_blocks == 0:
         return
@@ -221,33 +197,17 @@ def quantize(x, book: Codebook, seed, codes, scale, row, col):
     options = tile(width * 8)
     # Without contraction the results equal the reference's bit for bit.
     launch(
-        _quantize_kernel,
-        (triton.cdiv(n_blocks, options["GROUPS"]),),
-        x,
-        row,
-        col,
-        inner_bounds(book, x.device, stochastic=seed is not None),
-        values,
-        codes,
-        scale,
-        x.numel(),
-        col.numel(),
-        n_blocks,
-        seed or 0,
-        BITS=book.bits,
-        WIDTH=width,
-        MATRIX=matrix,
-        LONG=col.numel() >= width * 8,
-        BIG=x.numel() >= 2**31,
-        STOCHASTIC=seed is not None,
-        SIGNED=book.signed and not matrix,
-        enable_fp_fusion=False,
-        **options,
-    )
+        _quantize_kernel, (triton.cdiv(n_blocks, options["GROUPS"]),), x, row, col,
+        inner_bounds(book, x.device, stochastic=seed is not None), values, codes, scale,
+        x.numel(), col.numel(), n_blocks, seed or 0,
+        BITS=book.bits, WIDTH=width, MATRIX=matrix, LONG=col.numel() >= width * 8,
+        BIG=x.numel() >= 2**31, STOCHASTIC=seed is not None, SIGNED=book.signed and not matrix,
+        enable_fp_fusion=False, **options,
+    )  # fmt: skip
 
 
 def dequantize(codes, book: Codebook, out, scale, row, col):
-    """The values of codes into `out`."""
+    """Write the values of codes to `out`."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
     if n_blocks == 0:
         return
@@ -256,22 +216,8 @@ def dequantize(codes, book: Codebook, out, scale, row, col):
     row, col, scale = (row, col, values) if matrix else (values, values, scale)
     options = tile(width * 8)
     launch(
-        _dequantize_kernel,
-        (triton.cdiv(n_blocks, options["GROUPS"]),),
-        codes,
-        scale,
-        row,
-        col,
-        values,
-        out,
-        out.numel(),
-        col.numel(),
-        n_blocks,
-        BITS=book.bits,
-        WIDTH=width,
-        MATRIX=matrix,
-        LONG=col.numel() >= width * 8,
-        BIG=out.numel() >= 2**31,
-        enable_fp_fusion=False,
-        **options,
-    )
+        _dequantize_kernel, (triton.cdiv(n_blocks, options["GROUPS"]),), codes, scale, row, col,
+        values, out, out.numel(), col.numel(), n_blocks,
+        BITS=book.bits, WIDTH=width, MATRIX=matrix, LONG=col.numel() >= width * 8,
+        BIG=out.numel() >= 2**31, enable_fp_fusion=False, **options,
+    )  # fmt: skip

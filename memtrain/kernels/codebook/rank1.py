@@ -1,7 +1,7 @@
-"""Rank-1 normalisation: an element's scale is the least of the maxima of its dimensions.
+"""Rank-1 normalisation: an element's scale is the smallest of the maxima of its dimensions.
 
-The codes are `quantize.quantize_matrix`'s, whose kernels serve: a tensor is seen as a matrix of its
-first dimension and all others.
+The codes are those of `quantize.quantize_matrix`, of a matrix of the first dimension and all
+others.
 """
 
 from collections.abc import Sequence
@@ -20,13 +20,13 @@ from memtrain.kernels.codebook.values import Codebook
 
 
 def maxima(x: Tensor) -> Tensor:
-    """The largest magnitude at each index of each dimension, over all other dimensions.
+    """Return the largest magnitude at each index of each dimension, over all other dimensions.
 
     Args:
-        x: At least 1 dimension, any float type. NaN counts as the largest value.
+        x: A float tensor with a dimension or more. NaN counts as the largest value.
 
     Returns:
-        float32, [sum(x.shape)]: those of dimension 0, then of dimension 1, and so on.
+        float32, [sum(x.shape)]: the maxima of dimension 0, then of dimension 1, and so on.
 
     Example:
         >>> maxima(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
@@ -40,15 +40,15 @@ def maxima(x: Tensor) -> Tensor:
 
 
 def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> Tensor:
-    """The maxima of dimensions 1 and up, spread over the flattened `shape[1:]`.
+    """Return the maxima of dimensions 1 and up, expanded to the flattened `shape[1:]`.
 
     Args:
-        scale: float32, [sum(shape)], as `maxima` gives.
-        shape: The tensor's shape, at least 2 dimensions.
-        inverted: Give the largest reciprocal instead of the least maximum.
+        scale: float32, [sum(shape)], from `maxima`.
+        shape: The tensor's shape, with 2 dimensions or more.
+        inverted: Whether to return the largest reciprocal instead of the smallest maximum.
 
     Returns:
-        float32, [prod(shape[1:])]: the least over the dimensions; NaN only where all are NaN.
+        float32, [prod(shape[1:])]: the smallest over the dimensions; NaN only if all are NaN.
 
     Example:
         >>> columns(torch.tensor([9.0, 1.0, 3.0, 2.0, 5.0]), (1, 2, 2))
@@ -64,27 +64,26 @@ def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> T
 
 
 def inverses(scale: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """The reciprocals that rows and columns are multiplied by before they are encoded."""
+    """Return the factors of rows and columns for the encoding: reciprocals of their scales."""
     return inverse(scale[: shape[0]]), columns(scale, shape, inverted=True)
 
 
 def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """Quantise `x` by a codebook, each element scaled by the least maximum of its dimensions.
+    """Quantise `x` by a codebook, each element scaled by the smallest maximum of its dimensions.
 
-    The scale is `min over d of maxima_d`; the normalised value is `x * max over d of 1/maxima_d`
-    (a maximum that is 0, subnormal or not finite counts as reciprocal 0), and its code is the
-    number of midpoints below it: nearest, ties to the lower index. An element all of whose
-    dimensions hold a NaN or Inf decodes to NaN or Inf; every other element is scaled by a finite
-    maximum and stays within its usual error.
+    The scale is `min over d of maxima_d`, and the normalised value `x * max over d of 1/maxima_d`
+    (the reciprocal is 0 for maxima that are 0, subnormal or not finite). The code is the number of
+    midpoints below it: nearest, ties to the lower index. An element decodes to NaN or Inf only if
+    each of its dimensions contains a NaN or Inf.
 
     Args:
-        x: At least 2 dimensions, any float type, any device.
+        x: A float tensor with 2 dimensions or more.
         book: The codebook.
-        seed: 64 bits for stochastic rounding, see `quantize.encode`; None rounds to the nearest.
+        seed: 64 bits for stochastic rounding (see `quantize.encode`); None rounds to nearest.
 
     Returns:
-        codes: uint8, [n_blocks, 128 * bits / 8], `x` flattened into blocks as `bits.pack` says.
-        scale: float32, [sum(x.shape)], see `maxima`.
+        codes: uint8, [n_blocks, 128 * bits / 8], packed as by `bits.pack`.
+        scale: float32, [sum(x.shape)], from `maxima`.
 
     Raises:
         ValueError: If `x` has fewer than 2 dimensions.
@@ -98,8 +97,7 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
         (torch.Size([1, 64]), tensor([1., 1., 1., 1., 1.]))
 
     Reference:
-        Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.2
-        and appendix G.
+        Li et al., arXiv:2309.01507, section 4.2 and appendix G.
     """
     if x.dim() < 2:
         raise ValueError(f"rank-1 needs at least 2 dimensions, got shape {tuple(x.shape)}")
@@ -108,16 +106,13 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
 
 
 def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[int]) -> Tensor:
-    """The inverse of `quantize`: `value[code] * min over d of maxima_d`.
+    """Invert `quantize`: `value[code] * min over d of maxima_d`, float32 of a shape.
 
     Args:
         codes: uint8, [n_blocks, 128 * bits / 8].
         scale: float32, [sum(shape)].
         book: The codebook.
         shape: The tensor's shape.
-
-    Returns:
-        float32 of that shape.
 
     Example:
         >>> x, book = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), Codebook("Linear", 4, signed=False)
@@ -130,7 +125,7 @@ def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[
 
 
 def quantize_reference(x: Tensor, book: Codebook, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """`quantize` in pure torch: the definition."""
+    """Compute `quantize` in plain torch: the definition."""
     scale = maxima(x)
     return quantize_matrix_reference(x, *inverses(scale, x.shape), book, seed), scale
 
@@ -138,6 +133,6 @@ def quantize_reference(x: Tensor, book: Codebook, seed: int | None = None) -> tu
 def dequantize_reference(
     codes: Tensor, scale: Tensor, book: Codebook, shape: Sequence[int]
 ) -> Tensor:
-    """`dequantize` in pure torch: the definition."""
+    """Compute `dequantize` in plain torch: the definition."""
     both = (scale[: shape[0]], columns(scale, shape))
     return dequantize_matrix_reference(codes, *both, book).view(tuple(shape))

@@ -1,4 +1,4 @@
-"""Codebooks: the values in [-1, 1] that codes stand for, before they are scaled."""
+"""Codebooks: the values in [-1, 1] of codes, before scaling."""
 
 import re
 from functools import cache
@@ -14,7 +14,7 @@ _FLOAT = re.compile(r"E([1-5])M([0-6])")
 
 
 class Codebook(NamedTuple):
-    """The meaning of codes: a codebook's name, bits per code, and whether values are signed.
+    """A codebook: its name, the bits per code, and whether values are signed.
 
     Example:
         >>> Codebook("Linear", 2, signed=False).values(torch.device("cpu"))
@@ -26,16 +26,16 @@ class Codebook(NamedTuple):
     signed: bool = True
 
     def values(self, device: torch.device) -> Tensor:
-        """The ascending values, float32 [2**bits], on a device; made once."""
+        """Return the ascending values, float32 [2**bits], cached per device."""
         return _values(self, device)
 
     def midpoints(self, device: torch.device) -> Tensor:
-        """The bounds between neighbouring values, float32 [2**bits - 1]; made once."""
+        """Return the midpoints of neighbouring values, float32 [2**bits - 1], cached per device."""
         return _midpoints(self, device)
 
 
 def float_bits(name: str, *, signed: bool) -> int | None:
-    """The bits that a small-float codebook takes, or None for the other codebooks.
+    """Return the bits of a small-float codebook, or None for other codebooks.
 
     Example:
         >>> float_bits("E2M1", signed=True), float_bits("DE", signed=True)
@@ -47,24 +47,23 @@ def float_bits(name: str, *, signed: bool) -> int | None:
 
 @cache
 def codebook(name: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
-    """The ascending values that codes stand for, before the scale.
+    """Return the ascending values of codes, before scaling.
 
     Args:
-        name: `"DE"` (dynamic exponent: each decade below 1 holds twice the values of the decade
-            under it), `"DE-0"` (unsigned DE whose zero is replaced by the smallest value),
-            `"Linear"` (unsigned: k / 2**bits from k = 1, so no zero; signed: even on [-1, 1]),
-            `"Power-2"` and `"Power-3"` (Linear's magnitudes to that power), or a small float such
-            as `"E2M1"`: exponent and mantissa bits, with subnormals, without Inf and NaN, divided
-            by its largest value; the spare code of a signed one's minus zero repeats -1.
-        bits: 2 to 8; a small float's own number of bits.
+        name: `"DE"` (dynamic exponent: each decade below 1 has twice the values of the next lower
+            decade), `"DE-0"` (unsigned DE with the smallest value in place of zero), `"Linear"`
+            (unsigned: k / 2**bits from k = 1; signed: even on [-1, 1]), `"Power-2"` and `"Power-3"`
+            (powers of Linear's magnitudes), or a small float such as `"E2M1"`: exponent and
+            mantissa bits, with subnormals, without Inf and NaN, divided by its largest value. The
+            code of a signed small float's -0 repeats -1.
+        bits: Bits per code, 2 to 8. Small floats allow only their own bits.
         signed: Whether negative values are needed. Signed DE has +1 and no -1.
 
     Returns:
         2**bits values.
 
     Raises:
-        ValueError: If the name is unknown, DE-0 is asked for with a sign, or a small float with
-            other bits than its own.
+        ValueError: If the name is unknown, DE-0 is signed, or a small float has other bits.
 
     Example:
         >>> codebook("DE", signed=True)[:3]
@@ -75,7 +74,7 @@ def codebook(name: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
     Reference:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861 (DE);
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507 (DE-0, Linear);
-        its code's `power-2`, `power-3`. Its `float-point` is another codebook than ours.
+        its code's `power-2`, `power-3`. Its `float-point` is a different codebook.
     """
     own = float_bits(name, signed=signed)
     if name not in CODEBOOKS and own is None:
@@ -110,7 +109,7 @@ def _dynamic_exponent(bits: int, signed: bool) -> tuple[float, ...]:
     for i in range(exponents):
         cells = 2 ** (i + (not signed))
         for k in range(cells):
-            # the middle of cell k of [0.1, 1], in units that keep the decimals short
+            # The middle of cell k of [0.1, 1], in units with short decimals.
             middle = (2 * cells + 9 * (2 * k + 1)) / (20 * cells)
             values.append(middle / 10 ** (exponents - 1 - i))
     if signed:
@@ -133,7 +132,7 @@ def _small_float(name: str, signed: bool) -> tuple[float, ...]:
 
 @cache
 def _values(book: Codebook, device: torch.device) -> Tensor:
-    with unset_fake_temporarily():  # it is for real steps, too
+    with unset_fake_temporarily():  # real steps use the cached tensor, too
         values = codebook(book.name, bits=book.bits, signed=book.signed)
         return torch.tensor(values, dtype=torch.float32, device=device)
 

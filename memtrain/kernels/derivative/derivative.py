@@ -1,12 +1,12 @@
 """Few-bit derivative codes: a forward keeps codes of its input, its backward multiplies by levels.
 
 The side of x is x - shift (parity `"plain"`) or |x - shift| (`"even"`), in float32. Its code is the
-number of boundaries below it, so that a value equal to a boundary goes left; with parity `"band"`
-there are two boundaries and one bit, 1 where low < x - shift <= high. NaN gets code 0. Codes are
-packed in blocks of 256 (layout: `packing.bits`); the last is filled up with the code of 0.
+number of smaller boundaries, so a value equal to a boundary goes left. Parity `"band"` has two
+boundaries and one bit, 1 for low < x - shift <= high. NaN has code 0. Codes are packed in blocks of
+256 (layout: `packing.bits`); the last block is padded with the code of 0.
 
-Contract, reference (at the end) and dispatch. A small tensor costs what runs around its kernel: for
-C++ what depends on no tensor is found once (`_encoder`, `_decoder`).
+For C++, everything that is independent of the tensors is cached (`_encoder`, `_decoder`), because a
+small tensor costs more around its kernel than in it.
 
 Reference:
     Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441.
@@ -27,7 +27,7 @@ from memtrain.kernels.strides import memory_order
 
 BLOCK_SIZE = 256
 PARITIES = ("plain", "even", "band")
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # C++ knows their places
+DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # indices are known in C++
 _SIZES = tuple(2**bits for bits in range(1, 9))
 
 
@@ -37,19 +37,18 @@ def encode(
     """Pack the code of every element of `x`.
 
     Args:
-        x: float32, bfloat16, float16 or float64 (rounded to float32 first), any shape; taken in
-            logical order, contiguous without a copy.
-        boundaries: 2**bits - 1 ascending numbers, 1 to 8 bits; exactly 2 for a band. Rounded to
-            float32.
+        x: float32, bfloat16, float16 or float64 (rounded to float32 first), any shape, read in
+            logical order.
+        boundaries: 2**bits - 1 ascending numbers, 1 to 8 bits; 2 for a band. Rounded to float32.
         parity: `"plain"`, `"even"` or `"band"`.
         shift: Subtracted from `x` first; rounded to float32.
 
     Returns:
         uint8, [ceil(numel / 256), 32 * bits]. NaN has code 0, -Inf the first code and +Inf the
-        last (`"even"`: either the last; `"band"`: either 0, where the bounds are finite).
+        last (`"even"`: both the last; `"band"`: both 0, for finite bounds).
 
     Raises:
-        TypeError: If `x` is no float tensor.
+        TypeError: If `x` has another dtype.
         ValueError: If the parity or the number of boundaries is not allowed.
 
     Memory:
@@ -60,8 +59,6 @@ def encode(
         >>> codes.shape, decode(codes, [0.0, 1.0], 3)
         (torch.Size([1, 32]), tensor([0., 0., 1.]))
 
-    Reference:
-        Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, algorithm 1.
     """
     if is_plain_cpu(x):
         return _encoder(tuple(boundaries), parity, shift, x.dtype)(x.contiguous())
@@ -73,16 +70,13 @@ def encode(
 def decode(
     codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The derivative's levels that the codes stand for.
+    """Return the levels of codes, `dtype` [n].
 
     Args:
         codes: uint8 from `encode`, contiguous.
         levels: 2**bits numbers.
-        n: How many elements were encoded.
-        dtype: Of the result; levels are rounded to float32 (not for float64), then to it.
-
-    Returns:
-        [n], of `dtype`.
+        n: Number of elements.
+        dtype: Dtype of the result. Levels are rounded to float32 (not for float64), then to it.
 
     Raises:
         ValueError: If the number of levels is not allowed.
@@ -97,22 +91,21 @@ def decode(
 
 
 def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    """`grad` times the level of each code, in one pass that reads nothing else.
+    """Return `grad` times the level of each code, in one pass.
 
     Args:
-        grad: float32, bfloat16, float16 or float64, dense, elements in memory in the order of the
+        grad: float32, bfloat16, float16 or float64, dense, with elements in the memory order of the
             codes.
         codes: uint8 from `encode`, contiguous.
         levels: 2**bits numbers, rounded to float32 (not for float64).
 
     Returns:
-        Like `grad`, strides too. The product is taken in float32 (float64 for float64) and rounded
-        once. NaN and Inf in `grad` follow IEEE rules (Inf times level 0 is NaN), element by
-        element. Where the encoded x was NaN the result is the finite `grad * levels[0]`: it is the
-        forward value that carries the NaN.
+        A tensor like `grad`, with its strides. The product is computed in float32 (float64 for
+        float64) and rounded once. NaN and Inf in `grad` follow IEEE rules. If the encoded x was
+        NaN, the result is the finite `grad * levels[0]`; the forward value is NaN.
 
     Raises:
-        TypeError: If `grad` is no float tensor.
+        TypeError: If `grad` has another dtype.
         ValueError: If the number of levels is not allowed.
 
     Memory:
@@ -161,7 +154,7 @@ def _backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
 def _to_levels(
     choice: str, grad: Tensor | None, codes: Tensor, levels: Sequence[float], out: Tensor
 ) -> Tensor:
-    """The levels, times `grad` where there is one, written to `out`."""
+    """Write the levels, times `grad` if given, to `out`."""
     if choice == "triton":
         from memtrain.kernels.derivative import derivative_triton
 
@@ -179,12 +172,12 @@ def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
 # -- C++ ------------------------------------------------------------------------------------------
 
 
-@cache  # the buffer must outlive the calls that are given its address
+@cache  # the buffer must live as long as kernels use its address
 def _settings(
     table: int, dtype: int, bits: int, parity: int = 0, shift: float = 0.0
 ) -> ctypes.Array[ctypes.c_char]:
-    """`Settings` of derivative.cpp: what a kernel takes besides the tensors."""
-    shift = ctypes.c_float(shift).value  # Inf where float32 ends
+    """Return `Settings` of derivative.cpp: a kernel's arguments besides the tensors."""
+    shift = ctypes.c_float(shift).value  # Inf beyond float32
     return ctypes.create_string_buffer(struct.pack("4qf4x", table, dtype, bits, parity, shift))
 
 
@@ -192,7 +185,7 @@ def _settings(
 def _encoder(
     boundaries: tuple[float, ...], parity: str, shift: float, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
-    """The kernel that makes the codes of contiguous tensors of one dtype."""
+    """Return the kernel that encodes contiguous tensors of one dtype."""
     check_side(dtype, boundaries, parity)
     bits, table = code_bits(boundaries, parity), numbers(boundaries).data_ptr()
     made = _settings(table, DTYPES.index(dtype), bits, PARITIES.index(parity), shift)
@@ -212,7 +205,7 @@ def _encoder(
 def _decoder(
     levels: tuple[float, ...], dtype: torch.dtype
 ) -> Callable[[Tensor | None, Tensor, Tensor], Tensor]:
-    """The kernel that writes levels of one dtype, times a gradient where there is one."""
+    """Return the kernel that writes levels of one dtype, times a gradient if given."""
     check_dtype(dtype)
     bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype)).data_ptr()
     settings = ctypes.addressof(_settings(table, DTYPES.index(dtype), bits))
@@ -230,13 +223,13 @@ def _decoder(
 
 
 def check_dtype(dtype: torch.dtype) -> None:
-    """Raise `TypeError` where codes are not made of such tensors."""
+    """Raise TypeError for dtypes without codes."""
     if dtype not in DTYPES:
         raise TypeError(f"dtype {dtype} is not allowed; allowed: {', '.join(map(str, DTYPES))}")
 
 
 def check_side(dtype: torch.dtype, boundaries: Sequence[float], parity: str) -> None:
-    """Raise where codes cannot be made of such a tensor so."""
+    """Raise for arguments of `encode` that are not allowed."""
     check_dtype(dtype)
     if parity not in PARITIES:
         raise ValueError(f"parity {parity!r} is unknown; allowed: {', '.join(PARITIES)}")
@@ -244,7 +237,7 @@ def check_side(dtype: torch.dtype, boundaries: Sequence[float], parity: str) -> 
 
 
 def code_bits(boundaries: Sequence[float], parity: str) -> int:
-    """Bits of the codes that these boundaries give."""
+    """Return the bits of codes for boundaries."""
     if parity != "band":
         return bits_of(len(boundaries), 1)
     if len(boundaries) != 2:
@@ -253,7 +246,7 @@ def code_bits(boundaries: Sequence[float], parity: str) -> int:
 
 
 def bits_of(count: int, missing: int) -> int:
-    """Bits of the codes behind 2**bits - `missing` numbers."""
+    """Return the bits of codes for 2**bits - `missing` numbers."""
     if count + missing not in _SIZES:
         allowed = ", ".join(str(size - missing) for size in _SIZES)
         raise ValueError(f"{count} boundaries or levels given; allowed: {allowed}")
@@ -262,18 +255,18 @@ def bits_of(count: int, missing: int) -> int:
 
 @cache
 def numbers(values: tuple[float, ...], dtype: torch.dtype = torch.float32) -> Tensor:
-    """A table on the CPU; float32's subnormals become 0, so that no unit can flush them."""
+    """Return a table on the CPU; subnormals become 0, so that every unit agrees."""
     table = torch.tensor(values, dtype=dtype, device="cpu")
     return torch.where(table.abs() < torch.finfo(torch.float32).tiny, 0.0, table)
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that products with a tensor of `dtype` are taken in."""
+    """Return the dtype of products with a tensor of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def encode_reference(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
-    """The codes of `x`, in logical order."""
+    """Return the codes of `x`, in logical order."""
     side = bit_layout.blocks(x.float(), BLOCK_SIZE) - shift
     side = side.abs() if parity == "even" else side
     table = numbers(tuple(boundaries)).tolist()
@@ -287,13 +280,13 @@ def encode_reference(x: Tensor, boundaries: Sequence[float], parity: str, shift:
 
 
 def decode_reference(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
-    """The level of each code."""
+    """Return the level of each code."""
     index = bit_layout.unpack(codes, bits_of(len(levels), 0)).view(-1)[:n]
     return numbers(tuple(levels), wide(dtype)).to(codes.device)[index].to(dtype)
 
 
 def backward_reference(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    """`grad` times the level of each code."""
+    """Return `grad` times the level of each code."""
     level = decode_reference(codes, levels, grad.numel(), wide(grad.dtype)).view_as(grad)
     return (grad.to(level.dtype) * level).to(grad.dtype)
 

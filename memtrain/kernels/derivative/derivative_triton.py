@@ -1,6 +1,6 @@
-"""Triton kernels of `derivative.py`: the codes of an input; a gradient times levels.
+"""Triton kernels of `derivative.py`: the codes of an input, and a gradient times levels.
 
-A position's word holds the codes of all lanes of a block (layout: `packing.bits`).
+A position's word contains the codes of all lanes of a block (layout: `packing.bits`).
 """
 
 from functools import cache
@@ -14,22 +14,16 @@ from memtrain.kernels.device_guard import launch
 from memtrain.kernels.packing.bits import lanes
 
 BLOCK_SIZE = 256
-POSITIONS = 512  # four a thread, and one element of each lane per position
+POSITIONS = 512  # four per thread, with one element of each lane per position
 
 
 @triton.jit
-def _code(
-    side,
-    table_ptr,
-    BOUNDARIES: tl.constexpr,
-    BITS: tl.constexpr,
-    BAND: tl.constexpr,
-):
+def _code(side, table_ptr, BOUNDARIES: tl.constexpr, BITS: tl.constexpr, BAND: tl.constexpr):
     if BAND:
         code = ((side > BOUNDARIES[0]) & (side <= BOUNDARIES[1])).to(tl.uint32)
     elif BITS <= 4:
         code = tl.zeros_like(side).to(tl.uint32)
-        # Boundaries ascend, so the last one passed gives the count.
+        # Boundaries ascend, so the last smaller one gives the count.
         for k in tl.static_range((1 << BITS) - 1):
             code = tl.where(side > BOUNDARIES[k], k + 1, code)
     else:
@@ -43,21 +37,15 @@ def _code(
 
 @triton.jit
 def _encode_kernel(
-    x_ptr,
-    codes_ptr,
-    table_ptr,  # the boundaries, read where there are more than 15
-    n,
-    n_blocks,
-    shift,
-    BOUNDARIES: tl.constexpr,
-    BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    PARITY: tl.constexpr,
+    x_ptr, codes_ptr,
+    table_ptr,  # the boundaries, read if there are more than 15
+    n, n_blocks, shift,
+    BOUNDARIES: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, PARITY: tl.constexpr,
     TILE: tl.constexpr,
-):
+):  # fmt: skip
     WIDTH: tl.constexpr = 256 // LANES
     WORD: tl.constexpr = tl.uint64 if LANES * BITS > 32 else tl.uint32
-    first = tl.program_id(0).to(tl.int64) * TILE  # block; inside the tile 32 bits do
+    first = tl.program_id(0).to(tl.int64) * TILE  # block; offsets in the tile fit 32 bits
     left = tl.minimum(n - first * 256, TILE * 256).to(tl.int32)
     left_blocks = tl.minimum(n_blocks - first, TILE).to(tl.int32)
     row = tl.arange(0, TILE)[:, None]
@@ -94,7 +82,7 @@ def _octet(code, LEVELS: tl.constexpr, FIRST: tl.constexpr):
 
 @triton.jit
 def _level(code, table_ptr, LEVELS: tl.constexpr, BITS: tl.constexpr, GATHER: tl.constexpr):
-    """Up to 4 bits a tree of selects over the code's bits: no gather, every level exact."""
+    """Return the levels: up to 4 bits by selects over the code's bits, else by a gather."""
     if GATHER:
         level = tl.load(table_ptr + (code & ((1 << BITS) - 1)))
     elif BITS == 1:
@@ -110,23 +98,17 @@ def _level(code, table_ptr, LEVELS: tl.constexpr, BITS: tl.constexpr, GATHER: tl
 
 @triton.jit
 def _backward_kernel(
-    grad_ptr,  # not read where not MULTIPLY
-    codes_ptr,
-    out_ptr,
-    table_ptr,  # the levels, read where GATHER
-    n,
-    n_blocks,
-    LEVELS: tl.constexpr,
-    BITS: tl.constexpr,
-    LANES: tl.constexpr,
-    GATHER: tl.constexpr,
-    MULTIPLY: tl.constexpr,
-    TILE: tl.constexpr,
-):
+    grad_ptr,  # read if MULTIPLY
+    codes_ptr, out_ptr,
+    table_ptr,  # the levels, read if GATHER
+    n, n_blocks,
+    LEVELS: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, GATHER: tl.constexpr,
+    MULTIPLY: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
     WIDTH: tl.constexpr = 256 // LANES
     WORD: tl.constexpr = tl.uint64 if LANES * BITS > 32 else tl.uint32
     DTYPE: tl.constexpr = out_ptr.dtype.element_ty
-    first = tl.program_id(0).to(tl.int64) * TILE  # block; inside the tile 32 bits do
+    first = tl.program_id(0).to(tl.int64) * TILE  # block; offsets in the tile fit 32 bits
     left = tl.minimum(n - first * 256, TILE * 256).to(tl.int32)
     left_blocks = tl.minimum(n_blocks - first, TILE).to(tl.int32)
     row = tl.arange(0, TILE)[:, None]
@@ -151,61 +133,44 @@ def _backward_kernel(
 
 
 def _tile(bits: int) -> int:
-    """Blocks of 256 a program."""
+    """Return the blocks of 256 per program."""
     return POSITIONS * lanes(bits) // BLOCK_SIZE
 
 
 @cache
 def _table(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A table on the device, made once."""
+    """Return a table on the device, cached."""
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
 def encode(x: Tensor, boundaries: tuple[float, ...], parity: str, shift: float) -> Tensor:
-    """The codes of a contiguous `x`."""
+    """Return the codes of a contiguous `x`."""
     bits = 1 if parity == "band" else (len(boundaries) + 1).bit_length() - 1
     n_blocks = triton.cdiv(x.numel(), BLOCK_SIZE)
     codes = torch.empty((n_blocks, 32 * bits), dtype=torch.uint8, device=x.device)
     if n_blocks:
         launch(
-            _encode_kernel,
-            (triton.cdiv(n_blocks, _tile(bits)),),
-            x,
-            codes,
+            _encode_kernel, (triton.cdiv(n_blocks, _tile(bits)),), x, codes,
             codes if bits <= 4 else _table(boundaries, torch.float32, x.device),
-            x.numel(),
-            n_blocks,
-            float(shift),
-            BOUNDARIES=boundaries if bits <= 4 else (),
-            BITS=bits,
-            LANES=lanes(bits),
-            PARITY=parity,
-            TILE=_tile(bits),
-        )
+            x.numel(), n_blocks, float(shift),
+            BOUNDARIES=boundaries if bits <= 4 else (), BITS=bits, LANES=lanes(bits),
+            PARITY=parity, TILE=_tile(bits),
+        )  # fmt: skip
     return codes
 
 
 def backward(grad: Tensor | None, codes: Tensor, levels: tuple[float, ...], out: Tensor) -> Tensor:
-    """The level of each code, times `grad` where there is one, written to `out`."""
+    """Write the level of each code, times `grad` if given, to `out`; return `out`."""
     bits = len(levels).bit_length() - 1
     n_blocks = codes.shape[0]
     gather = bits > 4 or out.dtype == torch.float64
     wide = torch.float64 if out.dtype == torch.float64 else torch.float32
     if n_blocks:
         launch(
-            _backward_kernel,
-            (triton.cdiv(n_blocks, _tile(bits)),),
-            out if grad is None else grad,
-            codes,
-            out,
-            _table(levels, wide, codes.device) if gather else codes,
-            out.numel(),
-            n_blocks,
-            LEVELS=() if gather else levels,
-            BITS=bits,
-            LANES=lanes(bits),
-            GATHER=gather,
-            MULTIPLY=grad is not None,
-            TILE=_tile(bits),
-        )
+            _backward_kernel, (triton.cdiv(n_blocks, _tile(bits)),),
+            out if grad is None else grad, codes, out,
+            _table(levels, wide, codes.device) if gather else codes, out.numel(), n_blocks,
+            LEVELS=() if gather else levels, BITS=bits, LANES=lanes(bits), GATHER=gather,
+            MULTIPLY=grad is not None, TILE=_tile(bits),
+        )  # fmt: skip
     return out

@@ -1,4 +1,4 @@
-"""Values of pointwise nonlinearities, exactly as torch gives them, by name and parameters."""
+"""Values of pointwise nonlinearities, equal to torch's, by name and parameters."""
 
 from collections.abc import Callable, Sequence
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 Function = Callable[..., Tensor]
 
-# Called with the tensor, then the parameters in the order of torch's own arguments.
+# Called with the tensor, then the parameters in the order of torch's arguments.
 FUNCTIONS: dict[str, Function] = {
     "gelu": F.gelu,
     "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
@@ -55,15 +55,12 @@ _IN_PLACE: dict[str, Function] = {
 
 
 def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
-    """The nonlinearity's value.
+    """Return the value of a nonlinearity.
 
     Args:
         function: A name in `FUNCTIONS`.
-        x: Float, any shape.
-        parameters: The first of torch's own arguments after `x`, or none: torch's defaults.
-
-    Returns:
-        Like `x`.
+        x: A float tensor.
+        parameters: The first of torch's arguments after `x`, or none for torch's defaults.
 
     Example:
         >>> value("clamp", torch.tensor([-1.0, 3.0]), (0.0, 2.0))
@@ -73,7 +70,7 @@ def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
 
 
 def overwrite(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
-    """The value written over `x`, by torch's own in-place op where there is one.
+    """Write the value over `x`, by torch's own in-place op if it has one.
 
     Example:
         >>> x = torch.tensor([-1.0, 3.0])

@@ -1,4 +1,4 @@
-"""Floating-point formats of 3 to 16 bits by name: their range, and rounding to them."""
+"""Floating-point formats with 3 to 16 bits: names, ranges, and rounding to them."""
 
 import re
 from dataclasses import dataclass, replace
@@ -19,32 +19,32 @@ _CHOICES = {
 
 @dataclass(frozen=True)
 class FloatFormat:
-    """A sign bit, an exponent `e` of E bits and a mantissa `f` of M bits.
+    """A sign bit, an exponent `e` with E bits and a mantissa `f` with M bits.
 
-    A code stands for +-1.f * 2**(e - (2**(E-1) - 1) - bias), or for +-0.f * 2**(1 - (2**(E-1) - 1)
-    - bias) where e is 0. The format must lie within float32: its least normal number is 2**-126 or
-    more, its least number 2**-126 or more too (unless the least normal number is just 2**-126, as
-    bfloat16's is), and its largest number below 2**128.
+    A code represents +-1.f * 2**(e - (2**(E-1) - 1) - bias), or, for e = 0, +-0.f * 2**(1 -
+    (2**(E-1) - 1) - bias). The format must lie within float32: its smallest normal number is at
+    least 2**-126, its largest number below 2**128. Its smallest number is at least 2**-126, too,
+    unless the smallest normal number is exactly 2**-126, as for bfloat16.
 
     Attributes:
         exponent_bits: E, 1 or more; with the sign and the mantissa 3 to 16 bits.
         mantissa_bits: M, 0 or more.
-        bias: Added to the usual bias 2**(E-1) - 1: numbers are 2**bias times smaller. None chooses
-            it for each tensor, see `fitted`.
-        overflow: What becomes of numbers that round past the largest: `"saturate"`, the largest
-            with their sign (Inf too), or `"inf"`, Inf (NaN if `specials="nan"`).
-        rounding: To nearest with ties `"away"` from zero or to `"even"` codes, or `"stochastic"`:
-            up or down, with the number itself as the mean.
-        specials: Which codes are no finite numbers. `"none"`: all but the sign bit alone (0x80 of 8
-            bits), which is NaN and stands for Inf too; so -0 is encoded as 0. `"nan"`: NaN where
-            exponent and mantissa have all bits set, as in OCP e4m3fn. `"ieee"`: Inf and NaN where
-            the exponent has all bits set; needs a mantissa bit.
+        bias: Added to the usual bias 2**(E-1) - 1, which divides numbers by 2**bias. None chooses
+            the bias per tensor, see `fitted`.
+        overflow: The result for numbers that round past the largest: `"saturate"`, the largest with
+            their sign (for Inf, too), or `"inf"`, Inf (NaN if `specials="nan"`).
+        rounding: To nearest with ties `"away"` from zero or to `"even"` codes, or `"stochastic"`,
+            up or down with the number as the mean.
+        specials: The codes of special values. `"none"`: the sign bit alone (0x80 with 8 bits) is
+            NaN, also for Inf, and -0 is encoded as 0. `"nan"`: NaN if all bits of exponent and
+            mantissa are set, as in OCP e4m3fn. `"ieee"`: Inf and NaN if all bits of the exponent
+            are set; needs a mantissa bit.
 
     Raises:
-        ValueError: If a field is not allowed, or numbers of the format lie outside float32.
+        ValueError: If a field is not allowed, or the format exceeds float32.
 
     Memory:
-        A code takes 1 byte, or 2 if it has over 8 bits.
+        1 byte per code of up to 8 bits, else 2.
 
     Example:
         >>> FP8_FORWARD.max, FP8_FORWARD.overflow_threshold
@@ -53,10 +53,9 @@ class FloatFormat:
         tensor([ 1.1250, 30.0000])
 
     Reference:
-        Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464, and
-        its code (ties away from zero; no code is Inf or NaN); Sun et al., Hybrid 8-bit Floating
-        Point (HFP8) Training, NeurIPS 2019 (1-4-3 with bias 4, 1-5-2); OCP 8-bit Floating Point
-        Specification, 2023 (e4m3fn, e5m2).
+        Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464 (ties
+        away from zero; no special codes); Sun et al., HFP8 Training, NeurIPS 2019 (1-4-3 with bias
+        4, 1-5-2); OCP 8-bit Floating Point Specification, 2023 (e4m3fn, e5m2).
     """
 
     exponent_bits: int
@@ -91,7 +90,7 @@ class FloatFormat:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bits per code."""
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
@@ -101,37 +100,33 @@ class FloatFormat:
 
     @property
     def min_normal(self) -> float:
-        """The least positive number with a leading 1."""
+        """The smallest positive number with a leading 1."""
         return 2.0 ** self._least()
 
     @property
     def min_subnormal(self) -> float:
-        """The least positive number."""
+        """The smallest positive number."""
         return 2.0 ** (self._least() - self.mantissa_bits)
 
     @property
     def overflow_threshold(self) -> float:
-        """The magnitude from which, or with ties to even past which, numbers overflow.
+        """The magnitude from which numbers overflow (with ties to even: above which).
 
-        Halfway from the largest number to the next that a larger format would have; of stochastic
-        rounding that next number itself, since those between may overflow or not.
+        Halfway from the largest number to the next number of a larger format; for stochastic
+        rounding, which may overflow in between, that next number.
         """
         largest, following = self.max, self._number(self._limit() + 1)
         return following if self.rounding == "stochastic" else (largest + following) / 2
 
     def fitted(self, x: Tensor) -> "FloatFormat":
-        """This format with the bias that suits a tensor: floor(2**(E-1) - log2 max|x|).
+        """Return the format with the bias for a tensor: floor(2**(E-1) - log2 max|x|).
 
-        Without special codes the top binade then holds the largest magnitude or starts at it; codes
-        that `specials` takes from the top may overflow. NaN and Inf in `x` are left out; a tensor
-        of zeros gives bias 0. Biases outside the range that float32 can hold are brought into it.
-        Reads one number from the device.
+        Without special codes the top binade then contains the largest magnitude or starts at it.
+        With special codes the largest magnitude may overflow. NaN and Inf in `x` are ignored. The
+        bias is 0 for zeros, and clamped to float32's range. One number is read from the device.
 
         Args:
             x: float32, bfloat16 or float16, any shape.
-
-        Returns:
-            The format, its bias a number.
 
         Example:
             >>> FloatFormat(4, 3, bias=None).fitted(torch.tensor([100.0])).bias
@@ -147,15 +142,15 @@ class FloatFormat:
         return replace(self, bias=min(max(bias, low), max(high, low)))
 
     def round(self, x: Tensor, *, seed: int = 0) -> Tensor:
-        """The nearest numbers of the format, or those drawn, in the dtype of `x`.
+        """Return the rounded numbers in the dtype of `x`.
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides.
-            seed: 64 bits, signed or not, of stochastic rounding.
+            seed: The seed of stochastic rounding, 64 bits, signed or not.
 
         Returns:
-            Like `x`. NaN stays NaN and -0 stays -0. Where float16 or bfloat16 hold less than the
-            format, its largest number is the largest that both hold.
+            A tensor like `x`. NaN stays NaN and -0 stays -0. The largest number is the largest that
+            both the format and the dtype represent.
 
         Raises:
             TypeError: If `x` is of another dtype.
@@ -170,7 +165,7 @@ class FloatFormat:
         return self.round_count(x, seed=seed)[0]
 
     def round_count(self, x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """`round`, and how many elements overflow (int64, []), counted in the same pass.
+        """Return `round` and the number of overflows (int64, []), counted in the same pass.
 
         Example:
             >>> FP8_FORWARD.round_count(torch.tensor([1.0, 30.9, 31.0, -torch.inf]))[1]
@@ -180,7 +175,7 @@ class FloatFormat:
         return floats.round_count(x, form.layout, seed)
 
     def round_count_(self, x: Tensor, *, seed: int = 0) -> Tensor:
-        """`round` in place; returns how many elements overflow (int64, []).
+        """Round in place; return the number of overflows (int64, []).
 
         Example:
             >>> x = torch.tensor([1.0625, 31.0])
@@ -191,21 +186,21 @@ class FloatFormat:
         return floats.round_count_(x, form.layout, seed)
 
     def encode(self, x: Tensor, *, seed: int = 0) -> Tensor:
-        """Codes of the nearest numbers of the format, or of those drawn.
+        """Return the codes of the rounded numbers.
 
-        What `round` gave is encoded exactly: only -0 (0) and Inf (NaN) of formats without special
-        codes do not come back. A NaN's code is that of the NaN without a sign.
+        Results of `round` are encoded exactly, except -0 (0) and Inf (NaN) for formats without
+        special codes. The code of NaN has no sign.
 
         Args:
             x: float32, bfloat16 or float16, any shape and strides.
-            seed: 64 bits, signed or not, of stochastic rounding.
+            seed: The seed of stochastic rounding, 64 bits, signed or not.
 
         Returns:
-            uint8, or int16 (the code's bits) if there are over 8; the shape of `x`.
+            uint8, or int16 (the code's bits) for more than 8 bits, with the shape of `x`.
 
         Raises:
-            TypeError: If `x` is of another dtype.
-            ValueError: If the bias is None: what decodes must know it, so choose it by `fitted`.
+            TypeError: If `x` has another dtype.
+            ValueError: If the bias is None, which the decoding must know: call `fitted` first.
 
         Memory:
             1 or 2 bytes per element.
@@ -214,24 +209,20 @@ class FloatFormat:
             >>> FP8_FORWARD.encode(torch.tensor([1.0, -30.0, torch.nan]))
             tensor([ 88, 255, 128], dtype=torch.uint8)
         """
-        return self.encode_count(x, seed=seed)[0]
-
-    def encode_count(self, x: Tensor, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-        """`encode`, and how many elements overflow (int64, []), counted in the same pass."""
-        return floats.encode_count(x, self.layout, seed)
+        return floats.encode_count(x, self.layout, seed)[0]
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """The numbers that codes stand for.
+        """Return the numbers of codes.
 
         Args:
-            codes: uint8 or int16, as from `encode`.
+            codes: uint8 or int16, from `encode`.
             dtype: float32 (exact), bfloat16 or float16 (rounded to nearest, ties to even).
 
         Returns:
-            `dtype`, shaped as the codes are.
+            `dtype`, with the shape of the codes.
 
         Raises:
-            TypeError: If a dtype is not one named above.
+            TypeError: If a dtype is not allowed.
             ValueError: If the bias is None.
 
         Memory:
@@ -245,7 +236,7 @@ class FloatFormat:
 
     @cached_property
     def layout(self) -> floats.FormatFields:
-        """The format as the kernels take it."""
+        """The format's fields for the kernels."""
         mark, limit = 1 << (self.bits - 1), self._limit()
         top = mark - (1 << self.mantissa_bits) // 2  # IEEE's NaN
         return floats.FormatFields(
@@ -260,12 +251,12 @@ class FloatFormat:
         )
 
     def _limit(self) -> int:
-        """The largest finite number's code."""
+        """Return the code of the largest finite number."""
         taken = {"none": 0, "nan": 1, "ieee": 1 << self.mantissa_bits}[self.specials]
         return (1 << (self.bits - 1)) - 1 - taken
 
     def _least(self) -> int:
-        """Exponent of the least normal number."""
+        """Return the exponent of the smallest normal number."""
         if self.bias is None:
             raise ValueError("bias=None is a bias per tensor; choose it with fitted(x) first")
         return 2 - (1 << (self.exponent_bits - 1)) - self.bias
@@ -277,7 +268,7 @@ class FloatFormat:
         return (leading + mantissa) * 2.0**scale
 
     def _biases(self) -> tuple[int, int, int]:
-        """Least and greatest bias with float32's normal numbers only, and that of its own range."""
+        """Return the bias's range with normal float32 numbers only, and that of float32's range."""
         unbiased = 2 - (1 << (self.exponent_bits - 1))
         top = max(self._limit() >> self.mantissa_bits, 1)  # the largest number's exponent
         widest = unbiased + 126
@@ -308,16 +299,16 @@ FORMATS = {
     "e4m3fn": E4M3FN,
     "e5m2": E5M2,
 }
-"""name in a config -> format"""
+"""Name in a config -> format."""
 
 
 def named_format(name: str) -> FloatFormat:
-    """The format of a name.
+    """Return the format with a name.
 
     Args:
-        name: One of `FORMATS`, or `1-E-M` or `1-E-M+bias`, as papers write widths: E exponent and M
-            mantissa bits, without special codes, saturating, ties away from zero. `:away`, `:even`
-            or `:stochastic` after any of these is another rounding.
+        name: A name in `FORMATS`, or `1-E-M` or `1-E-M+bias` as in papers: E exponent and M
+            mantissa bits, without special codes, saturating, ties away from zero. A suffix `:away`,
+            `:even` or `:stochastic` changes the rounding.
 
     Returns:
         The format.

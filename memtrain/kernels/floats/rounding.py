@@ -1,6 +1,6 @@
-"""Rounding to floating-point formats of up to 16 bits: contract, reference, dispatch.
+"""Rounding to floating-point formats with up to 16 bits: contract, reference, dispatch.
 
-Codes have the memory order of their tensor; elements are numbered in it for stochastic rounding.
+Codes have the memory order of their tensor, in which stochastic rounding numbers the elements.
 
 Reference:
     Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464.
@@ -20,7 +20,7 @@ from memtrain.kernels.dispatch import choose, is_plain, register
 from memtrain.kernels.random import philox
 from memtrain.kernels.strides import is_dense, memory_order
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # C++ knows their places
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # their indices are known in C++
 BLOCK = 1024  # elements that share their Philox counters
 AWAY, EVEN, STOCHASTIC = range(3)
 
@@ -29,19 +29,19 @@ _PRECISION = {torch.float32: 24, torch.bfloat16: 8, torch.float16: 11}
 
 
 class FormatFields(NamedTuple):
-    """A format as the kernels take it.
+    """A format's fields for the kernels.
 
     A code is a sign bit above a magnitude code, which counts the magnitudes upwards from 0.
 
     Attributes:
         width: Bits of a code, at most 16.
         mantissa_bits: At most 14.
-        least: Exponent of the least normal number, -126 or more.
+        least: Exponent of the smallest normal number, -126 or more.
         limit: Magnitude code of the largest finite number.
         infinity: Magnitude code of Inf, or -1.
-        nan: Magnitude code of NaN; `1 << (width - 1)` where the sign bit alone is kept for it, and
-            zero therefore has no sign.
-        saturate: 1 if overflow gives the largest finite number, 0 if Inf (NaN where the format has
+        nan: Magnitude code of NaN. `1 << (width - 1)` is the sign bit alone, so that zero has no
+            sign.
+        saturate: 1 if overflow gives the largest finite number, 0 if Inf (NaN for a format with
             another NaN and no Inf).
         rounding: 0 to nearest, ties away from zero; 1 to nearest, ties to even; 2 stochastic.
     """
@@ -57,61 +57,56 @@ class FormatFields(NamedTuple):
 
 
 def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Round `x` to a format, and count what overflows, in one pass.
+    """Round `x` to a format, and count overflows, in one pass.
 
-    Magnitudes are rounded as if the format had no largest number; what then lies past it overflows.
-    Where the format holds numbers that the dtype of `x` does not (above 65504 in float16, or more
-    than its mantissa bits), the largest number is the largest that both hold.
+    Magnitudes are rounded as if the format had no largest number; results above it overflow. The
+    largest number is the largest that both the format and the dtype of `x` represent.
 
-    Subnormals of the format and of `x` are exact, and -0 stays -0. NaN stays NaN and is not
-    counted; Inf overflows like any number past the largest.
+    Subnormals are exact, -0 stays -0, and NaN stays NaN and is not counted. Inf overflows.
 
-    Stochastic rounding takes the next number away from zero with the probability of the lost
-    part in 16 random bits: rounded to a multiple of 2**-16, ties up (exact of normal numbers if
-    there are 7 mantissa bits or more).
+    Stochastic rounding takes the next number away from zero with the probability of the lost part,
+    rounded to a multiple of 2**-16, ties up (exact for normal numbers with 7 mantissa bits or
+    more).
 
     Args:
         x: float32, bfloat16 or float16, any shape and strides.
         layout: The format.
-        seed: 64 bits, signed or not, of stochastic rounding; equal seeds give equal results.
+        seed: The seed of stochastic rounding, 64 bits, signed or not.
 
     Returns:
-        y: Like `x`, strides too where it is dense.
-        count: int64, []: how many elements overflow.
+        y: A tensor like `x`, with its strides if it is dense.
+        count: int64, []: the number of overflows.
 
     Raises:
-        TypeError: If `x` is of another dtype.
+        TypeError: If `x` has another dtype.
         ValueError: If `seed` has more than 64 bits.
 
     Memory:
         One tensor like `x`.
 
     Example:
-        >>> y, count = round_count(torch.tensor([1.0625, 31.0]), FormatFields(8, 3, -10, 127, -1, 128, 1, 0))
-        >>> y, count
+        >>> fp8 = FormatFields(8, 3, -10, 127, -1, 128, 1, 0)
+        >>> round_count(torch.tensor([1.0625, 31.0]), fp8)
         (tensor([ 1.1250, 30.0000]), tensor(1))
-
-    Reference:
-        Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464.
-    """  # noqa: E501
+    """
     _check(x, DTYPES)
     run = _round if is_plain(x) else _round_op
     return run(x, layout, philox.signed(seed))
 
 
 def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
-    """`round_count` in place: half of the memory's traffic, and no second tensor.
+    """Round in place, with half of the memory traffic of `round_count`.
 
     Args:
-        x: As there; without overlapping elements.
+        x: As for `round_count`, without overlapping elements.
         layout: The format.
-        seed: 64 bits, signed or not, of stochastic rounding.
+        seed: The seed of stochastic rounding, 64 bits, signed or not.
 
     Returns:
-        int64, []: how many elements overflowed.
+        int64, []: the number of overflows.
 
     Raises:
-        TypeError: If `x` is of another dtype.
+        TypeError: If `x` has another dtype.
         ValueError: If `seed` has more than 64 bits.
 
     Example:
@@ -125,25 +120,25 @@ def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
 
 
 def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Round `x` to a format's codes, and count what overflows.
+    """Round `x` to a format's codes, and count overflows.
 
-    Rounds as `round_count` does, but to all of the format's numbers, whatever the dtype of `x`.
+    Rounds as `round_count`, but to all numbers of the format, whatever the dtype of `x`.
 
     Args:
         x: float32, bfloat16 or float16, any shape and strides.
         layout: The format.
-        seed: 64 bits, signed or not, of stochastic rounding.
+        seed: The seed of stochastic rounding, 64 bits, signed or not.
 
     Returns:
-        codes: uint8, or int16 (the code's bits) where the width is over 8; the shape of `x`.
-        count: int64, []: how many elements overflow.
+        codes: uint8, or int16 (the code's bits) for widths above 8, with the shape of `x`.
+        count: int64, []: the number of overflows.
 
     Raises:
-        TypeError: If `x` is of another dtype.
+        TypeError: If `x` has another dtype.
         ValueError: If `seed` has more than 64 bits.
 
     Memory:
-        1 or 2 bytes per element; some 20 for the call.
+        1 or 2 bytes per element; about 20 during the call.
 
     Example:
         >>> encode_count(torch.tensor([1.0, -30.0]), FormatFields(8, 3, -10, 127, -1, 128, 1, 0))[0]
@@ -151,30 +146,29 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
     """
     _check(x, DTYPES)
     y, count = round_count(x.float(), layout, seed)
-    # What the format holds is its own nearest, by whichever rounding.
+    # Numbers of the format are their own nearest numbers for every rounding.
     bits, code = _magnitude_codes(y, layout._replace(rounding=AWAY), 0)
     magnitude, mark = bits & 0x7FFFFFFF, 1 << (layout.width - 1)
     nan = magnitude > _INF if layout.infinity >= 0 else magnitude >= _INF
     code = torch.where(magnitude == _INF, layout.infinity, code).masked_fill_(nan, layout.nan)
-    # Conversions to float32 keep a NaN's sign or not, by the place in the tensor: it is dropped.
+    # Casts to float32 may drop a NaN's sign, depending on its position.
     signed = (bits < 0) & (magnitude <= _INF) & ((code > 0) | (layout.nan != mark))
     return _to_codes(torch.where(signed, code | mark, code), layout), count
 
 
 def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The numbers that codes stand for.
+    """Return the numbers of codes.
 
     Args:
-        codes: uint8 or int16, as from `encode_count`, any shape and strides.
+        codes: uint8 or int16, from `encode_count`, any shape and strides.
         layout: The format.
-        dtype: Of the result: float32 (exact), or bfloat16 or float16, rounded to nearest, ties to
-            even, where they do not hold a number.
+        dtype: float32 (exact), bfloat16 or float16 (rounded to nearest, ties to even).
 
     Returns:
-        `dtype`, shaped as the codes are.
+        `dtype`, with the shape of the codes.
 
     Raises:
-        TypeError: If a dtype is not one named above.
+        TypeError: If a dtype is not allowed.
 
     Memory:
         One tensor of the result's size.
@@ -192,12 +186,12 @@ def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float
 
 
 def code_dtype(width: int) -> torch.dtype:
-    """Of codes of so many bits."""
+    """Return the dtype of codes with so many bits."""
     return torch.uint8 if width <= 8 else torch.int16
 
 
 def _bits_of(code: int, layout: FormatFields) -> int:
-    """`_value_bits` of one code; without a tensor, so that a fake mode does not see it."""
+    """Return `_value_bits` of one code, without a tensor that a fake mode would intercept."""
     exponent, mantissa = divmod(code, 1 << layout.mantissa_bits)
     leading = 1 << layout.mantissa_bits if exponent else 0
     scale = layout.least + max(exponent, 1) - 1 - layout.mantissa_bits
@@ -206,7 +200,7 @@ def _bits_of(code: int, layout: FormatFields) -> int:
 
 @lru_cache
 def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int]:
-    """The largest magnitude code that `dtype` holds too, and overflow's float32 bits."""
+    """Return the largest magnitude code that `dtype` represents, too, and overflow's bits."""
     mantissa_bits, limit = layout.mantissa_bits, layout.limit
     if dtype == torch.float16:
         if layout.least <= 15:
@@ -224,14 +218,14 @@ def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int]:
 
 @lru_cache
 def _numbers(layout: FormatFields, dtype: torch.dtype) -> tuple[int, ...]:
-    """The fields of a layout that the kernels take, in their order."""
+    """Return the kernels' arguments for a layout, in order."""
     return (*layout[1:3], *limits(layout, dtype), layout.rounding)
 
 
 @lru_cache
 def _table(layout: FormatFields, dtype: torch.dtype) -> Tensor:
-    """The same as C++ reads it."""
-    return torch.tensor(_numbers(layout, dtype), device="cpu")  # whatever the default is
+    """Return the arguments as a table for C++."""
+    return torch.tensor(_numbers(layout, dtype), device="cpu")  # for any default device
 
 
 def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
@@ -245,7 +239,7 @@ def _round(x: Tensor, layout: Sequence[int], seed: int) -> tuple[Tensor, Tensor]
 
 def _round_inplace(x: Tensor, layout: Sequence[int], seed: int) -> Tensor:
     if is_dense(x) and choose(x) != "reference":
-        increment_version(x)  # autograd does not see what a kernel writes
+        increment_version(x)  # autograd does not see the kernel's writes
         return _run(x, FormatFields(*layout), seed, out=x)[1]
     y, count = _round(x, layout, seed)
     x.copy_(y)
@@ -276,7 +270,7 @@ def _run(
 
 @cache
 def _values(layout: FormatFields, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The number of each code; made once."""
+    """Return the number of each code, cached."""
     codes = torch.arange(1 << layout.width, dtype=torch.int32, device="cpu")
     return decode_reference(_to_codes(codes, layout), layout, dtype).to(device)
 
@@ -288,7 +282,7 @@ def _decode(codes: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def round_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
-    """`round_count` of a dense tensor in plain torch: the definition."""
+    """Compute `round_count` for a dense tensor in plain torch: the definition."""
     bits, code = _magnitude_codes(x, layout, seed)
     limit, over = limits(layout, x.dtype)
     past, nan = code > limit, bits & 0x7FFFFFFF > _INF
@@ -297,7 +291,7 @@ def round_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor,
 
 
 def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) -> Tensor:
-    """`decode` in plain torch: the definition."""
+    """Compute `decode` in plain torch: the definition."""
     mark = 1 << (layout.width - 1)
     code = codes.to(torch.int32) & (2 * mark - 1)
     magnitude = code & (mark - 1)
@@ -310,11 +304,11 @@ def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) ->
 
 
 def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
-    """The bits of `x` as float32, negative below zero; and the codes, rounded without a limit."""
+    """Return the float32 bits of `x`, negative below zero, and the codes, without a limit."""
     bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
     significand = (magnitude & 0x7FFFFF) + ((magnitude >= 1 << 23).int() << 23)
-    below = layout.least + 127 - (magnitude >> 23).clamp(min=1)  # the least normal's binade
+    below = layout.least + 127 - (magnitude >> 23).clamp(min=1)  # distance to the normal numbers
     base = (-below).clamp(min=0) << layout.mantissa_bits
     shift = 23 - layout.mantissa_bits + below.clamp(min=0)
     if layout.rounding == STOCHASTIC:
@@ -331,7 +325,7 @@ def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor
 
 
 def _value_bits(code: Tensor, layout: FormatFields) -> Tensor:
-    """The bits of the float32 numbers that finite magnitude codes stand for."""
+    """Return the bits of the float32 numbers of finite magnitude codes."""
     normal = (code << (23 - layout.mantissa_bits)) + ((layout.least + 126) << 23)
     if layout.least == -126:  # float32's own subnormals
         return normal
@@ -341,20 +335,17 @@ def _value_bits(code: Tensor, layout: FormatFields) -> Tensor:
 
 
 def _signed(bits: Tensor, sign: Tensor) -> Tensor:
-    """float32 numbers of these bits, negative where `sign` is."""
+    """Return float32 numbers from their bits, negative for a negative `sign`."""
     return torch.where(sign < 0, bits | -(1 << 31), bits).view(torch.float32)
 
 
 def draws(x: Tensor, seed: int, first: int = 0) -> Tensor:
-    """16 random bits for each element, in the order of memory of what is like `x`.
+    """Return 16 random bits per element, int64, in the memory order of `x`.
 
     Args:
-        x: Its values are not read.
+        x: A tensor, whose values are not read.
         seed: 64 bits.
-        first: How many runs of `BLOCK` elements precede it.
-
-    Returns:
-        int64, of the shape of `x`.
+        first: Number of preceding blocks of `BLOCK` elements.
     """
     blocks = -(-x.numel() // BLOCK)
     u = philox.uniform_blocks(blocks, BLOCK, seed, x.device, first).view(-1)[: x.numel()]
@@ -370,7 +361,7 @@ def _to_codes(code: Tensor, layout: FormatFields) -> Tensor:
 
 
 def _cloned(x: Tensor, *options: object) -> int:
-    """Bytes of a dense copy, where the kernels would find gaps."""
+    """Return the bytes of a dense copy, if the kernels need one."""
     return 0 if is_dense(x) else x.nbytes
 
 
@@ -385,7 +376,7 @@ _round_inplace_op = register(
     "floats_round_inplace(Tensor(a!) x, int[] layout, int seed) -> Tensor",
     _round_inplace,
     lambda x, layout, seed: x.new_empty((), dtype=torch.int64),
-    inside=lambda x, *options: 2 * _cloned(x),  # the result is one, too
+    inside=lambda x, *options: 2 * _cloned(x),  # the result is a clone, too
     inside_cuda=lambda x, *options: 2 * _cloned(x),
 )
 _decode_op = register(

@@ -8,7 +8,7 @@ from memtrain.kernels.random.philox_triton import philox
 
 _WIDTH = tl.constexpr(128)  # an eighth of a block of `rounding.BLOCK` elements
 _BLOCKS = tl.constexpr(4)
-_OPTIONS = {"maxnreg": 128}  # left to itself ptxas spills one register on sm_80
+_OPTIONS = {"maxnreg": 128}  # otherwise ptxas spills one register on sm_80
 _TILE = tl.constexpr(1024)
 _INF = tl.constexpr(0x7F800000)
 _NAN = tl.constexpr(0x7FC00000)
@@ -16,7 +16,7 @@ _NAN = tl.constexpr(0x7FC00000)
 
 @triton.jit
 def _magnitude_code(magnitude, draw, least, MANTISSA: tl.constexpr, ROUNDING: tl.constexpr):
-    """The format's magnitude code, rounded as if it had no largest number. All int32."""
+    """Return the format's int32 magnitude code, rounded as if there were no largest number."""
     exponent = tl.maximum(magnitude >> 23, 1)
     significand = (magnitude & 0x7FFFFF) + tl.where(magnitude < 0x800000, 0, 0x800000)
     below = least + 127 - exponent
@@ -39,15 +39,15 @@ def _value_bits(code, least, MANTISSA: tl.constexpr):
     normal = (code << (23 - MANTISSA)) + ((least + 126) << 23)
     whole = code.to(tl.float32).to(tl.int32, bitcast=True)
     small = tl.where(code > 0, whole + (least - MANTISSA) * 0x800000, 0)
-    # A least exponent of -126 is float32's own: its subnormals follow from the normal form.
+    # For a least exponent of -126 float32's own subnormals follow from the normal form.
     return tl.where((code < (1 << MANTISSA)) & (least != -126), small, normal)
 
 
 @triton.jit
 def _store(out_ptr, at, inside, bits, negative):
-    """Float32 magnitudes to the pointer's type."""
+    """Store float32 magnitudes with the pointer's type."""
     if out_ptr.dtype.element_ty == tl.float16:
-        # What the cast makes Inf anyway (65520 and more): the interpreter's would warn.
+        # The cast rounds 65520 and more to Inf; the interpreter's would warn.
         bits = tl.where((bits >= 0x477FF000) & (bits < _INF), _INF, bits)
     value = (bits | (negative << 31)).to(tl.float32, bitcast=True)
     tl.store(out_ptr + at, value.to(out_ptr.dtype.element_ty), mask=inside)
@@ -58,7 +58,7 @@ def _one(
     x_ptr, out_ptr, at, inside, draw, least, limit, over,
     MANTISSA: tl.constexpr, ROUNDING: tl.constexpr,
 ):  # fmt: skip
-    """Rounds the elements at `at`; 1 where one overflows."""
+    """Round the elements at `at`; return 1 for overflows."""
     x = tl.load(x_ptr + at, mask=inside, other=0).to(tl.float32)
     bits = x.to(tl.int32, bitcast=True)
     magnitude, negative = bits & 0x7FFFFFFF, (bits >> 31) & 1

@@ -18,13 +18,13 @@ from memtrain.kernels.dispatch import (
 from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.random import philox
 
-MAX_GROUP_SIZE = 16384  # a Triton program holds a whole group in registers
+MAX_GROUP_SIZE = 16384  # a Triton program keeps a whole group in registers
 _LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
-_HALF_LIMIT = 65504.0  # float16's
-_TINY = 2.0**-101  # half a range below this counts as none: its reciprocal would leave float32
+_HALF_LIMIT = 65504.0  # float16's largest number
+_TINY = 2.0**-101  # smaller half ranges count as zero: their reciprocal overflows float32
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_READ = (torch.float32, torch.bfloat16)  # by the C++ kernels themselves
-_WIDE = {torch.bfloat16: 0, torch.float32: 1}  # bounds
+_READ = (torch.float32, torch.bfloat16)  # dtypes that the C++ kernels read
+_WIDE = {torch.bfloat16: 0, torch.float32: 1}  # dtypes of bounds
 
 
 def group_quantize(
@@ -37,31 +37,31 @@ def group_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise `x` to `bits` bits between each group's minimum and maximum.
 
-    `x` is read in its logical order, in groups of `group_size` elements; all arithmetic is float32.
-    A group's bounds are rounded *first*, outwards, to bfloat16 (to float32: not at all), and then
-    used both to encode and to decode, so that stochastic rounding is unbiased (ActNN encodes with
-    the exact bounds and decodes with the rounded ones, which is not). With
-    `step = (hi - lo) / (2**bits - 1)`, `code = floor((x - lo) / step + u)`, where `u` is uniform
-    with 16 random bits (stochastic; see `philox.uniform_pairs`) or 0.5 (nearest, half up).
+    `x` is read in logical order, in groups of `group_size` elements; all arithmetic is float32. A
+    group's bounds are first rounded outwards to bfloat16 (float32 bounds are not rounded), and then
+    used to encode and to decode, so that stochastic rounding is unbiased. (ActNN encodes with
+    unrounded bounds, which is biased.) With `step = (hi - lo) / (2**bits - 1)`,
+    `code = floor((x - lo) / step + u)`, where `u` is 0.5 (nearest, half up) or uniform with 16
+    random bits (stochastic; see `philox.uniform_pairs`).
 
-    Ranges up to twice float32's largest number are safe: halves are subtracted, not the bounds. A
-    range below 2**-100 counts as zero: all its codes are 0, and decode to `lo`. The bounds never
-    exceed bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. The padding of
-    the last group has codes 0. -0 is 0.
+    Special values:
 
-    The bounds are those of a group's *finite* elements, so that a NaN or an Inf changes no other
-    element's code. `+Inf` itself decodes to `hi`, `-Inf` and NaN to `lo`. These stand for their
-    elements only where the gradient does not ask for them: a gradient that meets a non-finite
-    saved value is 0 (a mask) or comes from a loss that is not finite either. A group with no
-    finite element has bounds NaN and decodes to NaN. A finite outlier, such as a mask of -1e9, is
-    one of the bounds: its group's codes stay unbiased, but their step is as wide as it is far.
-    Where an op does not need such a tail, the caller cuts it (`compressors/log_group.py`): two
-    bounds cannot distinguish a mask from a value whose gradient counts.
+    - Halves of the bounds are subtracted, so that no range overflows. A range below 2**-100 counts
+      as zero: all its codes are 0 and decode to `lo`. -0 is 0.
+    - Bounds are at most bfloat16's largest finite number, 3.39e38. Values beyond decode to it.
+    - Bounds are those of the finite elements, so that a NaN or an Inf changes no other element.
+      `+Inf` decodes to `hi`, `-Inf` and NaN to `lo`: a gradient that meets them is 0 (a mask) or
+      comes from a loss that is not finite. A group without finite elements decodes to NaN.
+    - A finite outlier, such as a mask of -1e9, is a bound: the codes of its group stay unbiased,
+      with a wide step. If an op does not need the tail, the caller clamps it
+      (`compressors/log_group.py`).
+
+    The padding of the last group has codes 0.
 
     Args:
         x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a
-            matrix may have gaps between its rows, if these are whole groups; any other tensor that
-            is not contiguous is copied.
+            matrix may have gaps between its rows, if rows are whole groups. Other tensors that are
+            not contiguous are copied.
         bits: Bits per code, 1 to 8.
         group_size: Elements per group, a multiple of 8, from 8 to 16384.
         seed: 64 bits, signed or not; equal seeds give equal codes.
@@ -69,13 +69,12 @@ def group_quantize(
         wide: Whether the bounds are float32, else bfloat16.
 
     Returns:
-        codes: uint8, [n_groups, group_size * bits / 8], laid out as `kernels.packing.bits` says.
+        codes: uint8, [n_groups, group_size * bits / 8], with the layout of `kernels.packing.bits`.
         bounds: (lo, hi) of each group, bfloat16 or float32, [n_groups, 2].
 
     Raises:
-        TypeError: If `x` is not of a float dtype named above.
+        TypeError: If `x` has another dtype.
         ValueError: If `bits`, `group_size` or `seed` is out of range.
-
     Memory:
         bits / 8 + 4 / group_size bytes per element (bfloat16 bounds), the last group whole.
 
@@ -85,8 +84,7 @@ def group_quantize(
         (torch.Size([1, 8]), [[0.0, 7.0]])
 
     Reference:
-        Chen et al., ActNN: Reducing Training Memory Footprint via 2-Bit Activation Compressed
-        Training, ICML 2021, arXiv:2104.14129.
+        Chen et al., ActNN, ICML 2021, arXiv:2104.14129.
     """
     seed = philox.signed(seed)
     run = _quantize if is_plain(x) else _quantize_op
@@ -101,25 +99,24 @@ def group_dequantize(
     numel: int | torch.Size,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """The inverse of `group_quantize`: `lo + code * step` in float32, then cast to `dtype`.
+    """Invert `group_quantize`: `lo + code * step` in float32, then cast to `dtype`.
 
-    A bound that was rounded outwards may lie beyond float16's largest number, 65504: what lies
-    beyond it decodes to it.
+    A bound that was rounded outwards may exceed float16's largest number, 65504. Larger values
+    decode to 65504.
 
     Args:
         codes: uint8, [n_groups, group_size * bits / 8].
         bounds: bfloat16 or float32, [n_groups, 2].
         bits: Bits per code, 1 to 8.
         group_size: Elements per group.
-        numel: Number of elements to return, at most `n_groups * group_size`; or their shape.
-        dtype: Of the result: float32, bfloat16, float16 or float64.
+        numel: Number of elements of the result, or its shape.
+        dtype: Dtype of the result: float32, bfloat16, float16 or float64.
 
     Returns:
-        `dtype`, [numel] or that shape: within one step of what was quantised (half a step if to
-        nearest).
+        `dtype`, [numel] or the shape, within a step of the quantised tensor (nearest: half a step).
 
     Raises:
-        TypeError: If `dtype` is not a float dtype named above.
+        TypeError: If `dtype` is not allowed.
         ValueError: If a size does not fit.
 
     Memory:
@@ -141,11 +138,11 @@ def group_dequantize(
 def quantize_reference(
     x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """`group_quantize` in plain torch: the definition."""
+    """Compute `group_quantize` in plain torch: the definition."""
     flat = x.reshape(-1).float()
     groups = bit_codes.blocks(flat, group_size)
     valid = bit_codes.blocks(torch.ones_like(flat, dtype=torch.bool), group_size)
-    bounds = _bounds(groups, valid & groups.isfinite(), wide)
+    bounds = bounds_of(groups, valid & groups.isfinite(), wide)
     _, inverse = _steps(bounds, bits)
     if stochastic:
         u = philox.uniform_pairs(groups.shape[0], group_size, seed, x.device)
@@ -159,7 +156,7 @@ def quantize_reference(
 def dequantize_reference(
     codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
-    """`group_dequantize` in plain torch: the definition."""
+    """Compute `group_dequantize` in plain torch: the definition."""
     bounds = bounds.float()
     step, _ = _steps(bounds, bits)
     values = 2.0 * (0.5 * bounds[:, :1] + bit_codes.unpack(codes, bits).float() * step)
@@ -167,37 +164,37 @@ def dequantize_reference(
 
 
 def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32 values in another dtype; finite ones stay finite."""
+    """Cast float32 values to another dtype; finite values stay finite."""
     if dtype == torch.float16:
         values = values.clamp(-_HALF_LIMIT, _HALF_LIMIT)
     return values.to(dtype)
 
 
-def _bounds(groups: Tensor, counts: Tensor, wide: bool) -> Tensor:
-    """The bounds of the elements that count, float32, rounded outwards unless wide: [n, 2]."""
+def bounds_of(groups: Tensor, counts: Tensor, wide: bool) -> Tensor:
+    """Return float32 bounds of the counted elements, rounded outwards unless wide: [n, 2]."""
     if groups.shape[0] == 0:
         return groups.new_zeros(0, 2)
     lo = torch.where(counts, groups, torch.inf).amin(1)
     hi = torch.where(counts, groups, -torch.inf).amax(1)
     if not wide:
         lo, hi = _outward(lo, up=False), _outward(hi, up=True)
-    # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
+    # Adding 0 turns -0 into 0: the minimum of both depends on the order.
     bounds = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
     return torch.where(counts.any(1, keepdim=True), bounds, torch.nan)
 
 
 def _outward(x: Tensor, up: bool) -> Tensor:
-    """The nearest bfloat16 number that is not below (`up`) or not above `x`, as float32."""
+    """Return the nearest bfloat16 number not below (`up`) or not above `x`, as float32."""
     bits = x.view(torch.int32)
     enlarge = ((bits & 0xFFFF) != 0) & ((bits >= 0) == up)
-    # Adding 0x10000 to the bits enlarges the magnitude of either sign.
+    # Adding 0x10000 to the bits increases the magnitude for either sign.
     return ((bits & ~0xFFFF) + enlarge.to(torch.int32) * 0x10000).view(torch.float32)
 
 
 def _steps(bounds: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Half a step, and its reciprocal (0 where there is no range): [n_groups, 1] each."""
+    """Return half a step, and its reciprocal (0 without a range): [n_groups, 1] each."""
     half = 0.5 * bounds[:, 1:] - 0.5 * bounds[:, :1]
-    # By a tensor: CUDA's division by a number multiplies by its reciprocal, which may lose a bit.
+    # A tensor as divisor: CUDA multiplies by the reciprocal of a number, which may lose a bit.
     step = torch.where(half < _TINY, 0.0, half / half.new_full((), 2**bits - 1))
     return step, torch.where(step == 0, 0.0, 1.0 / step)
 
@@ -246,7 +243,7 @@ def _empty(
 def _dequantizer(
     bits: int, group_size: int, dtype: torch.dtype, kept: torch.dtype
 ) -> Callable[[Tensor, Tensor, int | torch.Size], Tensor]:
-    """The C++ kernel of payloads on the CPU: as `_dequantize`, with fewer calls in a backward."""
+    """Return the C++ kernel of `_dequantize` for payloads on the CPU, with fewer calls."""
     _check(bits, group_size, dtype)
     kernel = cpu.function("mt_group_dequantize", "ppipiiii")
     wide, is_bf16, width = _WIDE[kept], int(dtype == torch.bfloat16), group_size * bits // 8
@@ -269,23 +266,23 @@ def _dequantizer(
 def kernels_of(
     x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
-    """Functions of `group_quantize` and `group_dequantize` for tensors like `x`, bound.
+    """Return specialized `group_quantize` and `group_dequantize` kernels, or None without any.
 
-    What `cpu.call` and the checks ask at each call takes longer than a small tensor's kernel. They
-    serve while `dispatch.is_ordinary()`; None where another kernel does.
+    The dispatch and the checks of a call take longer than the kernel of a small tensor. The
+    kernels are valid while `dispatch.is_ordinary()`.
 
     Args:
-        x: Dense, its elements read as they lie in memory; or a matrix with gaps between its rows.
+        x: A dense tensor, read in memory order, or a matrix with gaps between its rows.
         bits: As for `group_quantize`.
         group_size: As for `group_quantize`.
         stochastic: As for `group_quantize`.
         wide: As for `group_quantize`.
-        shape: Of what `dequantize` returns: one dimension or more.
+        shape: Shape of the result of `dequantize`, with a dimension or more.
 
     Returns:
         quantize: `(tensor like x, seed)` -> codes and bounds.
         dequantize: `(codes, bounds)` -> the tensor, contiguous.
-        nbytes: Of codes and bounds.
+        nbytes: Bytes of codes and bounds.
     """
     if x.is_cuda and choose(x) == "triton" and is_plain(x):
         return triton_kernels_of(x, bits, group_size, stochastic, wide, shape)
@@ -302,7 +299,7 @@ def kernels_of(
     to_codes = cpu.function(name, kinds)
     to_values = cpu.function("mt_group_dequantize", "ppipiiii")
 
-    # Sizes one by one: torch takes twice as long to read them of a tuple.
+    # Torch reads sizes faster as arguments than in a tuple.
     def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
         bounds = x.new_empty(n_groups, 2, dtype=kept)
@@ -322,7 +319,7 @@ def kernels_of(
 def triton_kernels_of(
     x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
-    """As `kernels_of`, of the Triton kernels: with no dispatcher, and no checks at each call."""
+    """Return `kernels_of` for Triton kernels: without dispatcher and checks."""
     read = x.is_contiguous() or _in_rows(x, group_size)
     if not read or x.dtype not in (*_READ, torch.float16) or not shape:
         return None
@@ -333,7 +330,7 @@ def triton_kernels_of(
     n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
 
     def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        x = x.as_strided(*place)  # of more dimensions, or in another order
+        x = x.as_strided(*place)  # `x` may have other dimensions
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
         bounds = x.new_empty(n_groups, 2, dtype=kept)
         group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
@@ -348,7 +345,7 @@ def triton_kernels_of(
 
 
 def _in_rows(x: Tensor, group_size: int) -> bool:
-    """Whether `x` is a matrix of whole groups, perhaps with gaps between its rows."""
+    """Return whether `x` is a matrix of whole groups, perhaps with gaps between its rows."""
     return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
 
 
@@ -387,7 +384,7 @@ def _dequantize(
     codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
 ) -> Tensor:
     chosen = choose(codes)
-    # float64 is widened from float32; the C++ kernel leaves float16 to torch too.
+    # float64 is cast from float32; the C++ kernel has no float16 either.
     native = (torch.float32, torch.bfloat16) + ((torch.float16,) if chosen == "triton" else ())
     computed = dtype if dtype in native else torch.float32
     out = _empty_values(codes, bounds, bits, group_size, numel, dtype)
@@ -408,13 +405,13 @@ def _dequantize(
 
 
 def _widened(numel: int, dtype: torch.dtype) -> int:
-    """Bytes of the float32 values before they are narrowed; float16's are clamped in a copy."""
+    """Return the bytes of float32 values before the cast; float16's are clamped in a copy."""
     copied = {torch.float16: 2, torch.float64: 1}.get(dtype, 0)
     return 4 * numel * copied
 
 
 def _held_on_cuda(x: Tensor, bits: int, group_size: int, *options: object) -> int:
-    """Bytes of float64's copy in float32, and of a contiguous one unless rows are whole groups."""
+    """Return the bytes of float64's float32 copy, and of a contiguous copy if needed."""
     if x.dtype == torch.float64:
         wide = torch.empty_like(x, dtype=torch.float32, device="meta")
         return wide.nbytes + _held_on_cuda(wide, bits, group_size)

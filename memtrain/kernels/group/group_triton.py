@@ -1,7 +1,7 @@
 """Triton kernels of `group.py`.
 
-A group is eight slices of `group_size / 8` elements, one tile each: the slices share their Philox
-counters, every lane of the packed layout is a run of whole slices, and no value is shuffled.
+A group is eight slices of `group_size / 8` elements, one tile each. Slices share Philox counters,
+and every lane of the packed layout is a run of whole slices, so no value is shuffled.
 """
 
 import triton
@@ -16,7 +16,7 @@ _TINY = tl.constexpr(2.0**-101)
 
 @triton.jit
 def bound(x, UP: tl.constexpr, TO_BFLOAT: tl.constexpr):
-    """A minimum or maximum as it is kept: rounded outwards, within bfloat16's range."""
+    """Round a minimum or maximum outwards to a bound within bfloat16's range."""
     if TO_BFLOAT:
         bits = x.to(tl.uint32, bitcast=True)
         positive = (bits >> 31) == 0
@@ -42,14 +42,14 @@ def load_bounds(bounds_ptr, group, inside):
 
 @triton.jit
 def _turned(word, odd):
-    # Two groups share a counter, and the odd one turns its words: kernels/random/philox.py.
+    # Two groups share a counter; the odd one rotates its words (kernels/random/philox.py).
     word = word.to(tl.uint32)
     return tl.where(odd, (word >> 8) | (word << 24), word)
 
 
 @triton.jit
 def _words(seed, pair, column, like, WIDTH: tl.constexpr):
-    # The shift gives 0, and the counters the layout of the values: else every random number would
+    # The shift gives 0 with the layout of the values. Random numbers with another layout would
     # travel through shared memory.
     nothing = (like.to(tl.int32, bitcast=True) & 0x7FFFFFFF) >> 31
     counter = (pair * WIDTH + column).to(tl.uint32) + nothing.to(tl.uint32)
@@ -58,7 +58,7 @@ def _words(seed, pair, column, like, WIDTH: tl.constexpr):
 
 @triton.jit
 def store_codes(to, codes, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Pack the codes of eight slices; `to` is where each position of a slice has its first byte."""
+    """Pack the codes of eight slices to `to`, the addresses of each position's first byte."""
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
     for h in tl.static_range(PER_LANE):
@@ -75,7 +75,7 @@ def store_codes(to, codes, inside, BITS: tl.constexpr, WIDTH: tl.constexpr):
 
 @triton.jit
 def load_codes(source, inside, H: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr):
-    """Unpack the codes of slice `H` of each lane, a tuple of as many tiles as there are lanes."""
+    """Unpack the codes of slice `H` of each lane: a tuple with one tile per lane."""
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
     loaded = ()
@@ -93,34 +93,31 @@ def load_codes(source, inside, H: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def left_of(group, n, WIDTH: tl.constexpr):
-    """Elements of each group that are there, up to all."""
+    """Return the number of elements of each group."""
     return tl.minimum(n - group * (WIDTH * 8), WIDTH * 8).to(tl.int32)
 
 
 @triton.jit
 def encode(
-    xs,  # eight slices of float32; NaN where there is none
-    codes_ptr,
-    bounds_ptr,
-    group,
-    column,
-    here,  # which groups there are
+    xs,  # eight slices of float32, padded with NaN
+    codes_ptr, bounds_ptr, group, column,
+    here,  # mask of existing groups
     seed,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a slice
-    WIDTH_PAD: tl.constexpr,  # the power of two not below
+    WIDTH_PAD: tl.constexpr,  # the next power of two
     GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    drawn=None,  # of a pair's groups, with `odd`: whether these are the second ones
-    odd=None,
-):
+    drawn=None,  # random words of pairs of groups
+    odd=None,  # whether these are the second groups of the pairs
+):  # fmt: skip
     LEVELS: tl.constexpr = float(2**BITS - 1)
     NARROW: tl.constexpr = bounds_ptr.dtype.element_ty == tl.bfloat16
     inside = here & (column < WIDTH)
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
     for s in tl.static_range(8):
-        finite = tl.fma(xs[s], 0.0, xs[s])  # else NaN, which minima and maxima pass over
+        finite = tl.fma(xs[s], 0.0, xs[s])  # NaN for others, which minima and maxima ignore
         lows, highs = tl.minimum(lows, finite), tl.maximum(highs, finite)
     low = tl.min(lows, axis=1)[:, None]
     some = low < float("inf")  # a finite element
@@ -145,7 +142,7 @@ def encode(
         u = 0.5
         if STOCHASTIC:
             r = (words[s // 2] >> (s % 2 * 16)) & 0xFFFF
-            # (r + 0.5) / 65536, exactly: the bits are those of 2**23 + r
+            # (r + 0.5) / 65536 exactly, from the bits of 2**23 + r
             u = tl.fma((r | 0x4B000000).to(tl.float32, bitcast=True), 2.0**-16, 2.0**-17 - 128.0)
         t = (0.5 * xs[s] - base) * inverse + u
         t = tl.minimum(tl.maximum(t, 0.0), LEVELS)  # 0 for NaN
@@ -156,25 +153,17 @@ def encode(
 
 @triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
-    x_ptr,
-    codes_ptr,
-    bounds_ptr,
-    n,
-    n_groups,
-    per_row,  # groups of a row, and elements from one row to the next
-    stride,
+    x_ptr, codes_ptr, bounds_ptr, n, n_groups,
+    per_row, stride,  # groups per row, and elements between row starts
     seed,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    GROUPS: tl.constexpr,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, GROUPS: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    ROWS: tl.constexpr,  # there are gaps between rows
-):
+    ROWS: tl.constexpr,  # whether there are gaps between rows
+):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     drawn = None
-    # Stochastic: both groups of each pair, which share their random words.
+    # If stochastic, a tile has both groups of each pair, which share random words.
     for odd in tl.static_range(2 if STOCHASTIC else 1):
         group = place
         if STOCHASTIC:
@@ -200,16 +189,9 @@ def _quantize_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr,
-    bounds_ptr,
-    out_ptr,
-    n,
-    n_groups,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    GROUPS: tl.constexpr,
-):
+    codes_ptr, bounds_ptr, out_ptr, n, n_groups,
+    BITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, GROUPS: tl.constexpr,
+):  # fmt: skip
     LEVELS: tl.constexpr = float(2**BITS - 1)
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
@@ -235,27 +217,27 @@ def _dequantize_kernel(
 
 
 def tile(group_size, elements=256):
-    """Padded slice width, groups of a tile and warps: two to four elements a thread and slice.
+    """Return the tile: padded slice width, groups and warps, 2 to 4 elements per thread and slice.
 
-    A tile has `elements` of each slice, or one group; of 512 each thread has four.
+    A tile has `elements` of each slice, or one group. With 512, each thread has four.
     """
     width = triton.next_power_of_2(group_size // 8)
     groups = max(1, elements // width)
-    # With 16 warps a thread has 128 registers, too few for four elements of both groups of a pair.
+    # 16 warps leave 128 registers per thread, too few for four elements of both groups of a pair.
     warps = 32 if width > 1024 else max(4, width * groups // 128)
     return {"WIDTH_PAD": width, "GROUPS": groups, "num_warps": warps}
 
 
 def _quantize_tile(group_size, in_rows):
-    # What each of a group's threads finds anew (bounds, quotients) serves twice as many elements;
-    # addresses of rows take the registers that would be needed.
+    # Bounds and quotients per thread of a group serve twice as many elements. Addresses of rows
+    # need the registers for that.
     options = tile(group_size, 256 if in_rows else 512)
-    # Left to itself ptxas takes 168 registers where addresses are not aligned, and spills one.
+    # Otherwise ptxas takes 168 registers for unaligned addresses, and spills one.
     return options | {"maxnreg": min(144, 65536 // (32 * options["num_warps"]))}
 
 
 def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
-    """`x` is contiguous, or a matrix whose rows are so, and whole groups."""
+    """Quantise `x`, contiguous or a matrix whose rows are contiguous whole groups."""
     n_groups = codes.shape[0]
     if n_groups == 0:
         return
@@ -264,23 +246,11 @@ def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
     each = options["GROUPS"] * (2 if stochastic else 1)
     # Without contraction the results equal the reference's bit for bit.
     launch(
-        _quantize_kernel,
-        (triton.cdiv(n_groups, each),),
-        x,
-        codes,
-        bounds,
-        x.numel(),
-        n_groups,
-        x.shape[1] // group_size if in_rows else n_groups,
-        x.stride(0) if in_rows else n_groups,
-        seed,
-        BITS=bits,
-        WIDTH=group_size // 8,
-        STOCHASTIC=stochastic,
-        ROWS=in_rows,
-        enable_fp_fusion=False,
-        **options,
-    )
+        _quantize_kernel, (triton.cdiv(n_groups, each),), x, codes, bounds, x.numel(), n_groups,
+        x.shape[1] // group_size if in_rows else n_groups, x.stride(0) if in_rows else n_groups,
+        seed, BITS=bits, WIDTH=group_size // 8, STOCHASTIC=stochastic, ROWS=in_rows,
+        enable_fp_fusion=False, **options,
+    )  # fmt: skip
 
 
 def dequantize(codes, bounds, out, bits, group_size):
@@ -289,15 +259,6 @@ def dequantize(codes, bounds, out, bits, group_size):
         return
     options = tile(group_size)
     launch(
-        _dequantize_kernel,
-        (triton.cdiv(n_groups, options["GROUPS"]),),
-        codes,
-        bounds,
-        out,
-        out.numel(),
-        n_groups,
-        BITS=bits,
-        WIDTH=group_size // 8,
-        enable_fp_fusion=False,
-        **options,
-    )
+        _dequantize_kernel, (triton.cdiv(n_groups, options["GROUPS"]),), codes, bounds, out,
+        out.numel(), n_groups, BITS=bits, WIDTH=group_size // 8, enable_fp_fusion=False, **options,
+    )  # fmt: skip

@@ -17,15 +17,15 @@ from memtrain.kernels.group import group
 from memtrain.kernels.random.philox import signed
 
 LANES = 32
-"""A row's sums are this many running sums, which are then added by halves."""
+"""A row's sum has this many running sums, which are then added by halves."""
 MAX_ROW = 16384
-"""The longest row: it stays in a core's cache, and in a GPU's, from its first reading on."""
+"""The longest row, which stays in the cache of a CPU core or GPU after its first read."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Codes(NamedTuple):
-    """How the normalised input is quantised: the arguments of `group_quantize`."""
+    """The quantiser of the normalised input: arguments of `group_quantize`."""
 
     bits: int = 4
     group_size: int = 256
@@ -38,16 +38,16 @@ _KNOWN = {"cpu": (torch.float32, torch.bfloat16), "triton": _DTYPES}
 
 
 def fits(x: Tensor, size: int, group_size: int) -> bool:
-    """Whether `norm_quantize` serves a call.
+    """Return whether `norm_quantize` has a kernel for a call.
 
     Args:
         x: The norm's input.
         size: Elements of a row.
-        group_size: Of the quantiser.
+        group_size: The group size of the quantiser.
 
     Returns:
-        True where rows are whole groups of whole eights, at most `MAX_ROW` elements, `x` is
-        contiguous, and a kernel knows its dtype on its device.
+        True if rows are whole groups of at most `MAX_ROW` elements, the group size is a multiple of
+        8, `x` is contiguous, and its device has a kernel for its dtype.
 
     Example:
         >>> fits(torch.ones(4, 512), 512, 256), fits(torch.ones(4, 48), 48, 256)
@@ -70,12 +70,12 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     narrow: bool = False,
     codes: Codes = Codes(),  # noqa: B008 (a frozen value)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Normalise the rows of `x`, and quantise `x_hat` without making it a tensor.
+    """Normalise the rows of `x`, and quantise `x_hat` without storing it.
 
     In float32, for each row: `mean = sum(x) / size` (0 unless `centred`), `d = x - mean`,
     `rstd = 1 / sqrt(sum(d * d) / size + eps)`, `x_hat = d * rstd`, `y = x_hat * weight + bias`.
-    The reference and the C++ kernel add in one order (`LANES`), so that they are equal; Triton's
-    order is another one. A NaN or an Inf makes its row NaN, and no other.
+    The reference and the C++ kernel add in the same order (`LANES`) and are equal; Triton adds in
+    another order. A NaN or an Inf makes its own row NaN.
 
     Args:
         x: float32, bfloat16 or float16, contiguous, rows of `size` elements.
@@ -83,20 +83,19 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
         weight: [size], or None for ones.
         bias: [size], or None for zeros.
         eps: Added to the mean square.
-        centred: Layer norm; else RMS norm.
-        narrow: Round x_hat to the dtype of `x` before it is multiplied, as Llama's norm does.
-        codes: How x_hat is quantised, in float32, before any such rounding.
+        centred: Whether this is layer norm, else RMS norm.
+        narrow: Whether x_hat is rounded to the dtype of `x` before the product, as in Llama's norm.
+        codes: The quantiser of the float32 x_hat.
 
     Returns:
         y: Shape and dtype of `x`.
         rstd: float32, [rows].
-        codes: As of `group_quantize(x_hat)`.
-        bounds: As of `group_quantize(x_hat)`.
+        codes: Codes of `group_quantize(x_hat)`.
+        bounds: Bounds of `group_quantize(x_hat)`.
 
     Raises:
-        TypeError: If `x` is of another dtype.
+        TypeError: If `x` has another dtype.
         ValueError: If a size does not fit, or the seed of `codes` has more than 64 bits.
-
     Memory:
         bits / 8 + 4 / group_size bytes per element, 4 per row, and y.
 
@@ -122,12 +121,12 @@ def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     narrow: bool,
     codes: Codes,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """`norm_quantize` in plain torch: the definition; weight and bias are float32."""
+    """Compute `norm_quantize` in plain torch with float32 weight and bias: the definition."""
     rows = x.reshape(-1, size).float()
     mean = _sums(rows) / size if centred else 0.0
     d = rows - mean
     mean_square = _sums(d * d) / size + eps
-    # float32's root by way of float64: torch's vectors of float32 roots are off by a last place.
+    # float32's root through float64: torch's vectorised float32 roots are off by a last place.
     rstd = 1.0 / mean_square.double().sqrt().float()
     x_hat = d * rstd
     value = x_hat.to(x.dtype).float() if narrow else x_hat
@@ -139,7 +138,7 @@ def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)
 
 
 def _sums(rows: Tensor) -> Tensor:
-    """Each row's sum, in the order that the C++ kernel adds in: [rows, 1]."""
+    """Return each row's sum, in the order of the C++ kernel: [rows, 1]."""
     lanes = F.pad(rows, (0, -rows.shape[1] % LANES)).unflatten(1, (-1, LANES))
     total = torch.zeros_like(lanes[:, 0])
     for k in range(lanes.shape[1]):
@@ -218,7 +217,7 @@ def _flat(parameter: Tensor) -> Tensor:
 def _parameters_on_cuda(
     x: Tensor, size: int, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> int:
-    """Bytes of weight and bias in float32, and of ones and zeros in their place."""
+    """Return the bytes of float32 weight and bias, or of ones and zeros."""
     return sum(4 * size if t is None else copies(t, torch.float32) for t in (weight, bias))
 
 

@@ -1,6 +1,6 @@
 """Triton kernels of `norm.py`.
 
-A program takes a row, or a part of a long one: it reads the row twice for the sums and its part
+A program handles a row, or a part of a long row: it reads the row twice for the sums and its part
 once more, from memory only the first time.
 """
 
@@ -25,36 +25,21 @@ def _sum(x_ptr, start, size, mean, SQUARE: tl.constexpr, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def _norm_kernel(
-    x_ptr,
-    weight_ptr,
-    bias_ptr,
-    y_ptr,
-    rstd_ptr,
-    codes_ptr,
-    bounds_ptr,
-    size,
-    eps,
-    seed,
-    CENTRED: tl.constexpr,
-    NARROW: tl.constexpr,
-    BITS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    WIDTH_PAD: tl.constexpr,
-    GROUPS: tl.constexpr,
-    BLOCK: tl.constexpr,
-    STOCHASTIC: tl.constexpr,
-):
+    x_ptr, weight_ptr, bias_ptr, y_ptr, rstd_ptr, codes_ptr, bounds_ptr, size, eps, seed,
+    CENTRED: tl.constexpr, NARROW: tl.constexpr, BITS: tl.constexpr, WIDTH: tl.constexpr,
+    WIDTH_PAD: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, STOCHASTIC: tl.constexpr,
+):  # fmt: skip
     per_row = size // (WIDTH * 8)
     tiles = (per_row + GROUPS - 1) // GROUPS
-    program = tl.program_id(0)  # divided in 32 bits: 64 take a call, and a stack
+    program = tl.program_id(0)  # divided in 32 bits: a 64-bit division needs a call and a stack
     row, tile = (program // tiles).to(tl.int64), program % tiles
     mean = 0.0
     if CENTRED:
-        # Rounded to nearest, else the mean of equal numbers is not theirs.
+        # Rounded to nearest, so that the mean of equal numbers equals them.
         total = _sum(x_ptr, row * size, size, 0.0, False, BLOCK)
         mean = tl.div_rn(total, tl.cast(size, tl.float32))
     rstd = 1.0 / tl.sqrt(_sum(x_ptr, row * size, size, mean, True, BLOCK) / size + eps)
-    tl.store(rstd_ptr + row, rstd, mask=tile == 0)  # once, whichever parts the row has
+    tl.store(rstd_ptr + row, rstd, mask=tile == 0)  # by the first part of the row
     column = tl.arange(0, WIDTH_PAD)[None, :]
     local = tile * GROUPS + tl.arange(0, GROUPS)[:, None]
     here = local < per_row
@@ -86,29 +71,14 @@ def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narro
     options = _options(size, codes.group_size)
     tiles = triton.cdiv(size // codes.group_size, options["GROUPS"])
     launch(
-        _norm_kernel,
-        (rows * tiles,),
-        x,
-        weight,
-        bias,
-        y,
-        rstd,
-        packed,
-        bounds,
-        size,
-        eps,
-        codes.seed,
-        CENTRED=centred,
-        NARROW=narrow and x.dtype != torch.float32,
-        BITS=codes.bits,
-        STOCHASTIC=codes.stochastic,
-        enable_fp_fusion=False,
-        **options,
-    )
+        _norm_kernel, (rows * tiles,), x, weight, bias, y, rstd, packed, bounds, size, eps,
+        codes.seed, CENTRED=centred, NARROW=narrow and x.dtype != torch.float32, BITS=codes.bits,
+        STOCHASTIC=codes.stochastic, enable_fp_fusion=False, **options,
+    )  # fmt: skip
 
 
 def _options(size, group_size):
-    """Up to 4,096 elements of a row to a program, sixteen to a thread."""
+    """Return the tile: up to 4,096 elements of a row per program, sixteen per thread."""
     width = triton.next_power_of_2(group_size // 8)
     groups = min(max(1, 512 // width), triton.next_power_of_2(size // group_size))
     return {
@@ -116,7 +86,7 @@ def _options(size, group_size):
         "WIDTH_PAD": width,
         "GROUPS": groups,
         "BLOCK": min(1024, triton.next_power_of_2(size)),
-        # Without a limit ptxas takes 80, and spills two, where nothing is aligned.
+        # Otherwise ptxas takes 80 registers for unaligned addresses, and spills two.
         "maxnreg": 96,
         "num_warps": max(1, width * groups // 64),
     }

@@ -1,10 +1,10 @@
-"""Codes of 1 to 8 bits packed to the bit: the one layout of every kernel here.
+"""Codes of 1 to 8 bits packed to the bit, in the layout of all kernels.
 
-A block of `block_size` codes is `lanes = 8 / gcd(8, bits)` contiguous lanes of `width` codes.
-The codes at position `c` of all lanes form one little-endian word, lane 0 in its lowest bits;
-byte `k` of that word lies at `k * width + c` of the block's bytes. Loads and stores are
-contiguous for every width, and 4 bits in blocks of 128 give the usual nibble layout: byte `j`
-holds element `j` (low) and `j + 64` (high).
+A block of `block_size` codes has `lanes = 8 / gcd(8, bits)` contiguous lanes of `width` codes. The
+codes at position `c` of all lanes form one little-endian word, lane 0 in its lowest bits. Byte `k`
+of that word is byte `k * width + c` of the block. Loads and stores are contiguous for every width.
+4 bits in blocks of 128 give the usual nibble layout: byte `j` contains elements `j` (low) and
+`j + 64` (high).
 """
 
 from math import gcd
@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 def lanes(bits: int) -> int:
-    """Lanes of a block: the fewest codes that fill whole bytes.
+    """Return the lanes of a block: the fewest codes that fill whole bytes.
 
     Example:
         >>> [lanes(bits) for bits in range(1, 9)]
@@ -51,14 +51,11 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """The inverse of `pack`.
+    """Invert `pack`: return codes, int64 [n_blocks, block_size].
 
     Args:
         packed: uint8, [n_blocks, block_size * bits / 8].
         bits: 1 to 8.
-
-    Returns:
-        int64, [n_blocks, block_size].
 
     Example:
         >>> unpack(torch.tensor([[129]], dtype=torch.uint8), 1)
@@ -75,7 +72,7 @@ def unpack(packed: Tensor, bits: int) -> Tensor:
 
 
 def blocks(x: Tensor, block_size: int) -> Tensor:
-    """`x` flattened, padded with zeros to whole blocks: [n_blocks, block_size]."""
+    """Return `x` flattened and padded with zeros to whole blocks: [n_blocks, block_size]."""
     flat = x.reshape(-1)
     pad = -flat.numel() % block_size
     return torch.nn.functional.pad(flat, (0, pad)).view(-1, block_size)

@@ -10,15 +10,15 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import choose, contiguous_nbytes, is_plain, is_plain_cpu, register
 from memtrain.kernels.packing import bits as bit_codes
 
-BLOCK = 256  # elements per block; the layout is that of `kernels.packing.bits`
+BLOCK = 256  # elements per block
 
 
 def pack_codes(x: Tensor, bits: int) -> Tensor:
-    """Pack codes to the bit. Only the low `bits` bits of an element count.
+    """Pack the low `bits` bits of each element.
 
     Args:
-        x: uint8, any shape, read in its logical order.
-        bits: 1 to 8.
+        x: uint8, any shape, read in logical order.
+        bits: Bits per element, 1 to 8.
 
     Returns:
         uint8, [ceil(numel / 256) * 32 * bits]; the last block's padding is 0.
@@ -41,19 +41,15 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """The inverse of `pack_codes`.
+    """Invert `pack_codes`: return uint8 [numel].
 
     Args:
         packed: uint8, [ceil(numel / 256) * 32 * bits].
-        bits: 1 to 8.
-        numel: Number of elements to return.
-
-    Returns:
-        uint8, [numel].
+        bits: Bits per element, 1 to 8.
+        numel: Number of elements.
 
     Raises:
-        ValueError: If `bits` is out of range, or `packed` is not what `numel` elements were
-            packed to.
+        ValueError: If `bits` is out of range, or `packed` has another size.
 
     Memory:
         One byte per element.
@@ -66,10 +62,10 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def pack_mask(x: Tensor) -> Tensor:
-    """Pack a mask to one bit per element; each element that is not 0 is 1.
+    """Pack a mask to one bit per element; nonzero elements are 1.
 
     Args:
-        x: Any shape, bool or uint8, read in its logical order.
+        x: Any shape, bool or uint8, read in logical order.
 
     Returns:
         uint8, [ceil(numel / 256) * 32]; the last block's padding is 0.
@@ -91,17 +87,14 @@ def pack_mask(x: Tensor) -> Tensor:
 
 
 def unpack_mask(packed: Tensor, numel: int) -> Tensor:
-    """The inverse of `pack_mask`.
+    """Invert `pack_mask`: return bool [numel].
 
     Args:
         packed: uint8, [ceil(numel / 256) * 32].
-        numel: Number of elements to return.
-
-    Returns:
-        bool, [numel].
+        numel: Number of elements.
 
     Raises:
-        ValueError: If `packed` is not what `numel` elements were packed to.
+        ValueError: If `packed` has another size.
 
     Example:
         >>> unpack_mask(pack_mask(torch.tensor([True, False, True])), 3)
@@ -111,12 +104,12 @@ def unpack_mask(packed: Tensor, numel: int) -> Tensor:
 
 
 def pack_reference(x: Tensor, bits: int) -> Tensor:
-    """`pack_codes` in plain torch: the definition."""
+    """Compute `pack_codes` in plain torch: the definition."""
     return bit_codes.pack(bit_codes.blocks(x, BLOCK) & (2**bits - 1), bits).view(-1)
 
 
 def unpack_reference(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """`unpack_codes` in plain torch: the definition."""
+    """Compute `unpack_codes` in plain torch: the definition."""
     blocks = packed.view(-1, BLOCK // 8 * bits)
     return bit_codes.unpack(blocks, bits).reshape(-1)[:numel].to(torch.uint8)
 

@@ -16,7 +16,7 @@ def _pack_kernel(
     WIDTH: tl.constexpr = 256 // LANES
     block = tl.program_id(0).to(tl.int64) * N_BLOCKS + tl.arange(0, N_BLOCKS)[:, None]
     position = tl.arange(0, WIDTH)[None, :]
-    # Codes enter above the `lane * BITS % 8` bits left of the last byte; whole bytes leave.
+    # Codes enter above the `lane * BITS % 8` bits of an incomplete byte; complete bytes are stored.
     pending = tl.zeros((N_BLOCKS, WIDTH), dtype=tl.int32)
     for lane in tl.static_range(LANES):
         at = block * 256 + lane * WIDTH + position
@@ -36,8 +36,8 @@ def _unpack_kernel(
     block = tl.program_id(0).to(tl.int64) * N_BLOCKS + tl.arange(0, N_BLOCKS)[:, None]
     position = tl.arange(0, WIDTH)[None, :]
     inside = (block * 256 < n) & (position < WIDTH)
-    # After `lane` lanes (lane * BITS + 7) // 8 bytes were read; what they hold above the lanes'
-    # bits waits here.
+    # After `lane` lanes (lane * BITS + 7) // 8 bytes have been read; `pending` contains their
+    # remaining bits.
     pending = tl.zeros((N_BLOCKS, WIDTH), dtype=tl.int32)
     for lane in tl.static_range(LANES):
         if (lane * BITS + 7) // 8 < ((lane + 1) * BITS + 7) // 8:

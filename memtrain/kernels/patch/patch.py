@@ -1,4 +1,4 @@
-"""4x4 patches at 2 bits a value between their own bounds: contract, reference, dispatch."""
+"""4x4 patches at 2 bits per value between their own bounds: contract, reference, dispatch."""
 
 from itertools import pairwise
 from typing import Any
@@ -8,33 +8,31 @@ from torch import Tensor
 
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import choose, is_plain, register
-from memtrain.kernels.group.group import _outward
+from memtrain.kernels.group.group import bounds_of
 from memtrain.kernels.random import philox
 
 SIDE = 4
-_LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
 _TWO_THIRDS = 0.6666666865348816  # the float32 nearest to 2/3
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
 def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor:
-    """Quantise each 4x4 patch of `x` to four levels, in one 64-bit word a patch.
+    """Quantise each 4x4 patch of `x` to four levels, in one 64-bit word per patch.
 
-    The levels of a patch are its minimum, its maximum and two at a third of the way between, so
-    a value takes 2 bits. Minimum and maximum are rounded *first* to 16 bits (float16 for float16,
-    bfloat16 for the rest), the minimum down and the maximum up, which leaves 16-bit input exact;
-    the inner levels are computed in float32 and rounded to the dtype that decodes. The rounding is
-    against these very levels: nearest takes the nearest of the four, the upper one at a tie (in
-    exact arithmetic the thresholds 1/6, 1/2 and 5/6 of the range); stochastic goes to one of the
-    two neighbouring levels, with 16 random bits, unbiased. Values equal to a level stay.
+    The levels of a patch are its minimum, its maximum and two at equal distances between, so a
+    value takes 2 bits. Minimum and maximum are first rounded outwards to 16 bits (float16 for
+    float16, else bfloat16), which leaves 16-bit input exact. The inner levels are computed in
+    float32 and rounded to the dtype that decodes. Nearest takes the nearest of these levels, the
+    upper one at a tie. Stochastic takes one of the two neighbouring levels, unbiased, with 16
+    random bits. Values equal to a level stay.
 
-    A patch that reaches over the edge of the map uses only its own values. A word is, from its
-    lowest bit, 16 bits minimum, 16 bits maximum, and the codes row by row.
+    A patch at the edge of the map uses only its own values. A word contains, from its lowest bit,
+    16 bits minimum, 16 bits maximum, and the codes row by row.
 
-    Denormals and any range keep their four levels; a patch of one 16-bit value is exact. No bound
-    exceeds bfloat16's largest finite number, 3.39e38; what lies beyond decodes to it. The bounds
-    are those of a patch's finite values: `+Inf` itself decodes to the maximum, `-Inf` and NaN to
-    the minimum, and no other value changes. A patch with no finite value decodes to NaN. -0 is 0.
+    Patches of denormals and of any range have four levels; a patch of one 16-bit value is exact.
+    Bounds are at most bfloat16's largest finite number, 3.39e38; values beyond decode to it. Bounds
+    are those of a patch's finite values: `+Inf` decodes to the maximum, `-Inf` and NaN to the
+    minimum, and no other value changes. A patch without finite values decodes to NaN. -0 is 0.
 
     Args:
         x: [outer, rows, columns, inner], contiguous, float32, bfloat16, float16 or float64
@@ -47,9 +45,9 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
         int64, [outer, ceil(rows / 4), ceil(columns / 4), inner].
 
     Raises:
-        TypeError: If `x` is not of a float dtype named above.
-        ValueError: If `x` is not of four dimensions, or has more than 2**31 patches; if `seed` has
-            more than 64 bits.
+        TypeError: If `x` has another dtype.
+        ValueError: If `x` does not have four dimensions, or has more than 2**31 patches; if `seed`
+            has more than 64 bits.
 
     Memory:
         8 bytes per patch: half a byte per element where 4 divides rows and columns.
@@ -62,7 +60,7 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
 
     Reference:
         Liu Liu, 4x4 Patch Tensor Compression, 2020; CCV_NNC_COMPRESSION_LSSC in
-        github.com/liuliu/ccv, whose rounding is against levels that are not the decoded ones.
+        github.com/liuliu/ccv, which rounds against other levels than it decodes.
     """
     seed = philox.signed(seed)
     return (_quantize if is_plain(x) else _quantize_op)(x, seed, stochastic)
@@ -71,20 +69,20 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
 def patch_dequantize(
     words: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """The inverse of `patch_quantize`: each value's level.
+    """Invert `patch_quantize`: return each value's level.
 
     Args:
         words: int64, [outer, ceil(rows / 4), ceil(columns / 4), inner], contiguous.
-        rows: Of the map.
-        columns: Of the map.
-        dtype: That was quantised, and of the result.
+        rows: Rows of the map.
+        columns: Columns of the map.
+        dtype: Dtype of the quantised tensor, and of the result.
 
     Returns:
-        `dtype`, [outer, rows, columns, inner]: within a third of the patch's range (a sixth if to
-        nearest) of what was quantised.
+        `dtype`, [outer, rows, columns, inner], within a third of the patch's range (nearest: a
+        sixth) of the quantised tensor.
 
     Raises:
-        TypeError: If `dtype` is not a float dtype named above.
+        TypeError: If `dtype` is not allowed.
         ValueError: If a size does not fit.
 
     Memory:
@@ -100,11 +98,11 @@ def patch_dequantize(
 
 
 def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:
-    """`patch_quantize` in plain torch: the definition."""
+    """Compute `patch_quantize` in plain torch: the definition."""
     patches = _patches(x if x.dtype in cpu.FLOAT_TYPES else x.float())
     n, kind = patches.shape[:-1], _kind(x.dtype)
     values = patches.float().reshape(-1, SIDE * SIDE)
-    bounds = _bounds(values, kind)
+    bounds = bounds_of(values, values.isfinite(), kind != torch.float32)
     level = _levels(bounds, kind)
     u = _uniform(len(values), seed, x.device) if stochastic else torch.full_like(values, 0.5)
     codes = torch.zeros_like(values, dtype=torch.int64)
@@ -117,7 +115,7 @@ def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:
 
 
 def dequantize_reference(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """`patch_dequantize` in plain torch: the definition."""
+    """Compute `patch_dequantize` in plain torch: the definition."""
     outer, down, across, inner = words.shape
     flat, kind = words.reshape(-1, 1), _kind(dtype)
     bits = torch.cat([flat, flat >> 16], dim=1).to(torch.int16)
@@ -131,17 +129,17 @@ def dequantize_reference(words: Tensor, rows: int, columns: int, dtype: torch.dt
 
 
 def _kind(dtype: torch.dtype) -> torch.dtype:
-    """The dtype that is computed for: float64 is widened from float32."""
+    """Return the dtype of the computation: float64 is cast from float32."""
     return torch.float32 if dtype == torch.float64 else dtype
 
 
 def _half(kind: torch.dtype) -> torch.dtype:
-    """The dtype of the bounds."""
+    """Return the dtype of the bounds."""
     return torch.float16 if kind == torch.float16 else torch.bfloat16
 
 
 def _patches(x: Tensor) -> Tensor:
-    """[outer, down, across, inner, 16]; a missing cell repeats its patch's first row or column."""
+    """Return [outer, down, across, inner, 16]; missing cells repeat the first row or column."""
     for dim in (1, 2):
         size = x.shape[dim]
         index = torch.arange(-(-size // SIDE) * SIDE, device=x.device)
@@ -151,38 +149,24 @@ def _patches(x: Tensor) -> Tensor:
     return cells.permute(0, 1, 3, 5, 2, 4).flatten(4)
 
 
-def _bounds(values: Tensor, kind: torch.dtype) -> Tensor:
-    """Minimum and maximum of each patch as float32, rounded outwards to 16 bits: [n, 2]."""
-    if len(values) == 0:
-        return values.new_zeros(0, 2)
-    finite = values.isfinite()
-    lo = torch.where(finite, values, torch.inf).amin(1)
-    hi = torch.where(finite, values, -torch.inf).amax(1)
-    if kind == torch.float32:
-        lo, hi = _outward(lo, up=False), _outward(hi, up=True)
-    # Adding 0 turns -0 into 0: which of the two a minimum finds depends on the order.
-    bounds = torch.stack([lo, hi], dim=1).clamp(-_LIMIT, _LIMIT) + 0.0
-    return torch.where(finite.any(1, keepdim=True), bounds, torch.nan)
-
-
 def _bits(bounds: Tensor, kind: torch.dtype) -> Tensor:
-    """The bounds' 16 bits as int64, and one pattern for NaN (torch's own casts have several)."""
+    """Return the bounds' 16 bits as int64, with one pattern for NaN, unlike torch's casts."""
     bits = bounds.to(_half(kind)).view(torch.int16).long() & 0xFFFF
     return torch.where(bounds.isnan(), 0x7E00 if kind == torch.float16 else 0x7FC0, bits)
 
 
 def _levels(bounds: Tensor, kind: torch.dtype) -> list[Tensor]:
-    """The four levels as float32, [n, 1] each; of halves, since the range may overflow."""
+    """Return the four levels as float32, [n, 1] each; from halves, since the range may overflow."""
     lo, hi = bounds.split(1, dim=1)
     third = (0.5 * hi - 0.5 * lo) * _TWO_THIRDS
     return [lo, (lo + third).to(kind).float(), (hi - third).to(kind).float(), hi]
 
 
 def _uniform(n: int, seed: int, device: torch.device) -> Tensor:
-    """A uniform number in (0, 1) for each of n x 16 values, 16 random bits each.
+    """Return a uniform number in (0, 1) for each of n x 16 values, from 16 random bits each.
 
-    Patch p draws counter p for its upper two rows and n + p for its lower two; word w of a draw
-    serves values 2w (low half) and 2w + 1 (high half).
+    Patch p draws counter p for its upper two rows and n + p for its lower two. Word w of a draw
+    gives values 2w (low half) and 2w + 1 (high half).
     """
     counter = torch.arange(2 * n, device=device)
     halves = [half for word in philox.philox(counter, seed) for half in (word & 0xFFFF, word >> 16)]
@@ -243,18 +227,18 @@ def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> T
 
 
 def _copied(x: Tensor, *options: Any) -> int:
-    """Bytes of the one copy that is contiguous and of a dtype that the kernel reads."""
+    """Return the bytes of the contiguous copy with a dtype that the kernel reads."""
     cast = x.dtype not in cpu.FLOAT_TYPES
     return x.numel() * (4 if cast else x.element_size()) if cast or not x.is_contiguous() else 0
 
 
 def _in_torch(numel: int, *, back: bool) -> int:
-    """Bytes of what the reference, which serves on the CPU, holds at a time."""
+    """Return the largest bytes of the reference's intermediates, on the CPU."""
     return int((17.5 if back else 35) * numel)
 
 
 def _widened(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> int:
-    """Bytes of float32 values that are then cast."""
+    """Return the bytes of float32 values before a cast."""
     return 0 if _kind(dtype) == dtype else 4 * len(words) * rows * columns * words.shape[3]
 
 

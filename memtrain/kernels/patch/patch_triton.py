@@ -1,7 +1,7 @@
-"""Triton kernels of `patch.py`: one lane a patch, sixteen values a lane.
+"""Triton kernels of `patch.py`: one lane per patch, sixteen values per lane.
 
-With `INNER` 1 (NCHW) a lane reads its four rows as runs of four, which one wide load serves where
-`WHOLE`; else (NHWC) neighbouring lanes are neighbouring channels.
+With `INNER` 1 (NCHW) a lane reads its four rows as runs of four, by one wide load if `WHOLE`. Else
+(NHWC) neighbouring lanes are neighbouring channels.
 """
 
 import triton
@@ -49,7 +49,7 @@ def _bound_value(bits, KIND: tl.constexpr):
 
 @triton.jit
 def _corner(patch, rows, columns, inner, INNER_ONE: tl.constexpr):
-    # Where the patch starts: first row over all planes, that row and column in its map, channel.
+    # The patch's first row over all planes, that row and column in its map, and its channel.
     down, across = (rows + 3) // 4, (columns + 3) // 4
     channel = patch * 0
     if not INNER_ONE:
@@ -62,19 +62,12 @@ def _corner(patch, rows, columns, inner, INNER_ONE: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
-    x_ptr,
-    words_ptr,
-    n_patches,
-    rows,
-    columns,
-    inner,
-    seed,
+    x_ptr, words_ptr, n_patches, rows, columns, inner, seed,
     INNER_ONE: tl.constexpr,
-    WHOLE: tl.constexpr,  # 4 divides the columns, and the pointer is aligned
+    WHOLE: tl.constexpr,  # whether 4 divides the columns, and the pointer is aligned
     KIND: tl.constexpr,  # 0 float32, 1 bfloat16, 2 float16
-    STOCHASTIC: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    STOCHASTIC: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     patch = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = patch < n_patches
     plane, row, column, channel = _corner(patch, rows, columns, inner, INNER_ONE)
@@ -104,7 +97,7 @@ def _quantize_kernel(
     lo = tl.full((LANES,), float("inf"), tl.float32)
     hi = -lo
     for k in tl.static_range(16):
-        finite = tl.fma(xs[k], 0.0, xs[k])  # else NaN, which minima and maxima pass over
+        finite = tl.fma(xs[k], 0.0, xs[k])  # NaN for others, which minima and maxima ignore
         lo, hi = tl.minimum(lo, finite), tl.maximum(hi, finite)
     some = lo < float("inf")
     lo = tl.where(some, bound(lo, False, KIND == 0), float("nan"))
@@ -137,17 +130,9 @@ def _quantize_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    words_ptr,
-    out_ptr,
-    n_patches,
-    rows,
-    columns,
-    inner,
-    INNER_ONE: tl.constexpr,
-    WHOLE: tl.constexpr,
-    KIND: tl.constexpr,
-    LANES: tl.constexpr,
-):
+    words_ptr, out_ptr, n_patches, rows, columns, inner,
+    INNER_ONE: tl.constexpr, WHOLE: tl.constexpr, KIND: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
     patch = tl.program_id(0) * LANES + tl.arange(0, LANES)
     inside = patch < n_patches
     plane, row, column, channel = _corner(patch, rows, columns, inner, INNER_ONE)

@@ -6,10 +6,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """The states of the CPU's generator and of every CUDA device's.
-
-    Returns:
-        `cpu`, a tensor, and `cuda`, a list of them.
+    """Return the states of the CPU's generator (`cpu`) and of all CUDA devices (`cuda`).
 
     Example:
         >>> state = random_state()
@@ -23,7 +20,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put back what `random_state` gave; states of CUDA devices are left out where none is."""
+    """Restore the result of `random_state`, without CUDA states if there is no device."""
     torch.set_rng_state(state["cpu"])
     if state["cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -9,13 +9,13 @@ _MASK = 0xFFFFFFFF
 
 
 def signed(seed: int) -> int:
-    """A seed as the signed integer of its 64 bits, which kernels take.
+    """Return a seed as a signed 64-bit integer.
 
     Args:
         seed: 64 bits, signed or not.
 
     Raises:
-        ValueError: If it has more bits.
+        ValueError: If the seed has more bits.
 
     Example:
         >>> signed(-1), signed(2**64 - 1), signed(7)
@@ -29,14 +29,14 @@ def signed(seed: int) -> int:
 
 
 def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Four 32-bit words for each counter: the stream of `tl.randint4x(seed, counter)`.
+    """Return four 32-bit words per counter, the stream of `tl.randint4x(seed, counter)`.
 
     Args:
         counter: int64, any shape, values below 2**32 (the other three counter words are 0).
-        seed: 64 bits, signed or not; its low and high halves are the two key words.
+        seed: 64 bits, signed or not: the two key words.
 
     Returns:
-        Four int64 tensors of the counter's shape, values in [0, 2**32).
+        Four int64 tensors with the counter's shape, values in [0, 2**32).
 
     Raises:
         ValueError: If the seed has more than 64 bits.
@@ -53,7 +53,7 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     c1 = c2 = c3 = torch.zeros_like(c0)
     k0, k1 = seed & _MASK, (seed >> 32) & _MASK
     for _ in range(10):
-        # The int64 product wraps; bits 0-31 and 32-63 are right all the same.
+        # The int64 product wraps, but its 64 bits are right.
         p0, p1 = _M0 * c0, _M1 * c2
         c0 = ((p1 >> 32) & _MASK) ^ c1 ^ k0
         c2 = ((p0 >> 32) & _MASK) ^ c3 ^ k1
@@ -65,17 +65,17 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def uniform_blocks(
     n_blocks: int, block_size: int, seed: int, device: torch.device, first: int = 0
 ) -> Tensor:
-    """A uniform number in (0, 1) for each element of `n_blocks` blocks, 16 random bits each.
+    """Return a uniform number in (0, 1) per element of blocks, from 16 random bits each.
 
     A block is eight slices of `block_size / 8`. Position `c` of block `b` draws counter
-    `b * block_size / 8 + c` once; slice `s` takes its word `s // 2`, low half for even `s`, high
-    half for odd `s`. So one Philox call serves eight elements, and vector code needs no shuffle.
+    `b * block_size / 8 + c` once. Slice `s` takes word `s // 2`, the low half for even `s`, the
+    high half for odd `s`. One Philox call serves eight elements, without shuffles.
 
     Args:
         n_blocks: Number of blocks.
         block_size: Elements per block, a multiple of 8.
         seed: 64 bits.
-        device: Where the result lies.
+        device: The result's device.
         first: The number of the first block.
 
     Returns:
@@ -89,17 +89,17 @@ def uniform_blocks(
 
 
 def uniform_pairs(n_blocks: int, block_size: int, seed: int, device: torch.device) -> Tensor:
-    """`uniform_blocks` with half the draws: two blocks share their counters.
+    """Return `uniform_blocks` with half the draws: two blocks share their counters.
 
-    Blocks `2k` and `2k + 1` draw the counters that block `k` draws there, and the odd one turns
-    each word right by 8 bits. So every number has its own 16 random bits' worth of steps, but the
-    high byte of one is the low byte of another in the other block: their correlation is 2**-8.
+    Blocks `2k` and `2k + 1` draw the counters of block `k`, and the odd one rotates each word right
+    by 8 bits. The high byte of a number is the low byte of another one in the other block: their
+    correlation is 2**-8.
 
     Args:
         n_blocks: Number of blocks.
         block_size: Elements per block, a multiple of 8.
         seed: 64 bits.
-        device: Where the result lies.
+        device: The result's device.
 
     Returns:
         float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits.

@@ -11,7 +11,7 @@ _W0, _W1 = tl.constexpr(0x9E3779B9), tl.constexpr(0xBB67AE85)
 
 @triton.jit
 def _product(x, factor):
-    """Both halves of a product in one instruction, where `tl.randint4x` takes two."""
+    """Return both halves of a product by one instruction, where `tl.randint4x` takes two."""
     if PTX:
         return tl.inline_asm_elementwise(
             "{ .reg .b64 product; mul.wide.u32 product, $2, $3; mov.b64 {$0, $1}, product; }",
@@ -24,7 +24,7 @@ def _product(x, factor):
 
 @triton.jit
 def philox(seed, counter):
-    """Four words for each counter, uint32: as `philox.philox` and `tl.randint4x` have them."""
+    """Return four uint32 words per counter, those of `philox.philox` and `tl.randint4x`."""
     key = seed.to(tl.uint64)
     k0, k1 = (key & 0xFFFFFFFF).to(tl.uint32), (key >> 32).to(tl.uint32)
     c0 = counter.to(tl.uint32)
