@@ -60,17 +60,10 @@ class Float(Compressor):
         return self.form.min_subnormal <= 2.0**-54
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Encode `x`.
-
-        Args:
-            x: A tensor of any shape and strides, float32, bfloat16 or float16.
-            key: The key of stochastic rounding.
-
-        Returns:
-            Tensor `codes`, uint8 or int16, with the shape of `x`.
+        """Return `codes`, uint8 or int16, with the shape of `x`.
 
         Raises:
-            TypeError: If `x` has another dtype.
+            TypeError: If `x` is not float32, bfloat16 or float16.
         """
         form, seed, rounded = self.form, key.bits(), x.contiguous()
         if x.dtype.itemsize == 2 and limits(form.layout, x.dtype)[0] < form.layout.limit:

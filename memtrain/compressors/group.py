@@ -1,4 +1,4 @@
-"""Min/max groups at 1 to 8 bits: for activations, whose values are not known in advance."""
+"""Min/max groups at 1 to 8 bits, for activations."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,28 +11,27 @@ from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
 
 SHORTEST_ROW = 32
-"""Bounds of shorter groups would take more than a quarter of 4-bit codes' bytes."""
+"""Bounds of shorter groups take more than a quarter of the bytes of 4-bit codes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Group(Compressor):
-    """Quantises each group between its minimum and maximum, in `2**bits - 1` equal steps.
+    """Codes between each group's minimum and maximum, in `2**bits - 1` equal steps.
 
-    Stochastic rounding is unbiased: the mean over keys is the tensor, to 2**-16 of a step. The
-    error of an element is below one step (half a step if to nearest) of its group. float64 is
-    rounded to float32 first. A NaN or an Inf changes no other element and decodes to a bound of its
-    group.
-    See `kernels.group.group.group_quantize` for details.
+    Stochastic rounding is unbiased: the mean over keys is the tensor, within 2**-16 of a step. The
+    error of an element is below one step (nearest: half a step). float64 is rounded to float32
+    first. A NaN or an Inf changes no other element and decodes to a bound of its group. See
+    `kernels.group.group.group_quantize`.
 
     Args:
         bits: Bits per element, 1 to 8.
-        group_size: Elements per group: a multiple of 8, from 8 to 16384.
-        rounding: `"stochastic"` (the key gives the seed) or `"nearest"` (the key does nothing).
-        bounds: What a group's minimum and maximum are kept in, `"bf16"` or `"fp32"`.
-        whole_rows: Whether no group of a saved activation holds parts of two rows (its last
-            dimension), so that a row of zeros is one of zeros again, whatever its neighbours hold:
-            groups then have the largest multiple of 8 elements, from 32 to `group_size`, that
-            divides a row, and `group_size` where none does. A norm's codes have `group_size`.
+        group_size: Elements per group, a multiple of 8, from 8 to 16384.
+        rounding: `"stochastic"` (the key gives the seed) or `"nearest"` (the key is unused).
+        bounds: The dtype of minimum and maximum, `"bf16"` or `"fp32"`.
+        whole_rows: Whether groups of a saved activation end at rows (the last dimension), so that
+            rows of zeros stay zeros. Groups then have the largest multiple of 8 elements, from 32
+            to `group_size`, that divides a row, or else `group_size`. A norm's codes have
+            `group_size`.
 
     Raises:
         ValueError: If a field is out of range.
@@ -47,8 +46,8 @@ class Group(Compressor):
         (6, torch.Size([8]))
 
     Reference:
-        Chen et al., ActNN, ICML 2021, arXiv:2104.14129; here the bounds are rounded before they
-        are used, without which the rounding is not unbiased.
+        Chen et al., ActNN, ICML 2021, arXiv:2104.14129. Here bounds are rounded before their use,
+        which makes the rounding unbiased.
     """
 
     parts = ("codes", "bounds")
@@ -58,7 +57,7 @@ class Group(Compressor):
     group_size: int = 256
     rounding: str = "stochastic"
     bounds: str = "bf16"
-    # Of a tensor that several ops save one payload serves, whichever of them asks for this.
+    # Not compared: ops that save the same tensor share a payload.
     whole_rows: bool = field(default=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -81,12 +80,12 @@ class Group(Compressor):
             raise ValueError(f"whole_rows={self.whole_rows!r}; allowed: true, false")
 
     def group_codes(self, key: Key) -> Codes:
-        """Return the kernels' options for these bits, groups and bounds."""
+        """Return the options of kernels for these codes."""
         stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
         return Codes(self.bits, self.group_size, key.bits(), stochastic, wide)
 
     def for_saved(self, shape: torch.Size) -> "Group":
-        """Return groups that divide rows of this shape, if `whole_rows` is set.
+        """Return groups that divide rows of this shape, with `whole_rows`.
 
         Example:
             >>> groups = Group(group_size=128, whole_rows=True)
@@ -102,36 +101,26 @@ class Group(Compressor):
     def kernels(
         self, x: Tensor, shape: Sequence[int]
     ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
-        """Return the functions of `kernels.group.group.kernels_of`."""
-        stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
-        return group.kernels_of(x, self.bits, self.group_size, stochastic, wide, shape)
+        """Return the functions from `kernels.group.group.kernels_of`."""
+        bits, group_size, _, stochastic, wide = self.group_codes(Key())
+        return group.kernels_of(x, bits, group_size, stochastic, wide, shape)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Quantise `x` in its logical order.
-
-        Args:
-            x: Any shape, float32, bfloat16, float16 or float64.
-            key: Feeds the stochastic rounding.
+        """Quantise a float tensor in logical order.
 
         Returns:
             Tensors `codes`, uint8 [n_groups, group_size / 8 * bits], and `bounds`,
             bfloat16 or float32 [n_groups, 2].
 
         Raises:
-            TypeError: If `x` is of another dtype.
+            TypeError: If `x` is not float32, bfloat16, float16 or float64.
         """
-        codes, bounds = group.group_quantize(
-            x.detach() if x.requires_grad else x,
-            self.bits,
-            self.group_size,
-            key.bits(),
-            self.rounding == "stochastic",
-            self.bounds == "fp32",
-        )
+        x = x.detach() if x.requires_grad else x
+        codes, bounds = group.group_quantize(x, *self.group_codes(key))
         return Packed({"codes": codes, "bounds": bounds}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
-        """Return the quantised tensor, contiguous, of the payload's shape and dtype."""
+        """Return the tensor, contiguous, with the payload's shape and dtype."""
         tensors, shape, dtype = packed
         payload = tensors["codes"], tensors["bounds"], self.bits, self.group_size
         return group.group_dequantize(*payload, shape, dtype)

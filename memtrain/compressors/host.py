@@ -224,10 +224,6 @@ class Host(Compressor):
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Compress `x` with `inner` and start the copy to the host.
 
-        Args:
-            x: A tensor that `inner` accepts.
-            key: The key for `inner`.
-
         Returns:
             The payload of `inner`. If `x` is on a device, its tensors are on the CPU, with an empty
             tensor `device` on the device.

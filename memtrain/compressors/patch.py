@@ -57,16 +57,12 @@ class Patch(Compressor):
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise the patches of `x`.
 
-        Args:
-            x: A tensor of any shape and strides, float32, bfloat16, float16 or float64.
-            key: The key of stochastic rounding.
-
         Returns:
             Tensors `words`, int64 [outer, ceil(rows / 4), ceil(columns / 4), inner], and `order`,
             uint8 [0, dimensions...], whose shape is the order in memory.
 
         Raises:
-            TypeError: If `x` has another dtype.
+            TypeError: If `x` is not float32, bfloat16, float16 or float64.
         """
         order = _order(x)
         grid, read = _grid(x.shape, order)

@@ -25,9 +25,7 @@ class Samples(Compressor):
 
     Args:
         bits: Widths, 1 to 8, for equal parts of the samples, in any order.
-        group_size: Elements per group, as in `Group`.
-        rounding: As in `Group`.
-        bounds: As in `Group`.
+        group_size, rounding, bounds: As in `Group`.
 
     Raises:
         ValueError: If a field is out of range.
@@ -86,20 +84,16 @@ class Samples(Compressor):
         return [self.bits[rank * len(self.bits) // n_samples] for rank in range(n_samples)]
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Quantise `x`, sample by sample.
-
-        Args:
-            x: Any shape, float32, bfloat16, float16 or float64; 0-d is one sample of one element.
-            key: The key of stochastic rounding.
+        """Quantise `x`, sample by sample; a 0-d tensor is one sample.
 
         Returns:
             Tensors `codes`, uint8, widest first; `bounds`, bfloat16 or float32 [n_groups, 2]; and
             `order`, int [n_samples], the sample at each position, empty if all widths are equal.
 
         Raises:
-            TypeError: If `x` has another dtype.
+            TypeError: If `x` is not float32, bfloat16, float16 or float64.
         """
-        rows = _rows(x.detach())
+        rows = x.detach().reshape(_sizes(x.shape))
         n_samples, size = rows.shape
         length = _group_length(size, self.group_size)
         padded = _pad(rows, length)
@@ -174,7 +168,7 @@ def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
     Reference:
         Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4.2.
     """
-    rows = _rows(x.detach())
+    rows = x.detach().reshape(_sizes(x.shape))
     length = _group_length(rows.shape[1], group_size)
     return _ranges(_pad(rows, length), length)
 
@@ -194,10 +188,6 @@ def _sizes(shape: Sequence[int]) -> tuple[int, int]:
     """Return the number of samples and the elements per sample."""
     n_samples = shape[0] if shape else 1
     return n_samples, torch.Size(shape[1:]).numel()
-
-
-def _rows(x: Tensor) -> Tensor:
-    return x.reshape(_sizes(x.shape))
 
 
 def _group_length(size: int, group_size: int) -> int:

@@ -31,10 +31,7 @@ def at_least(name: str, value: int, lowest: int) -> None:
 def check_keys(cfg: Any, schema: type, path: str = "") -> None:
     """Check that all keys of `cfg` are fields of a dataclass, at any depth.
 
-    Args:
-        cfg: A mapping. Items of its lists are checked against the element type.
-        schema: The dataclass.
-        path: The position of `cfg`, for the message.
+    Items of lists are checked against the element type. Messages begin with `path`.
 
     Raises:
         ValueError: For an unknown key, with the nearest valid one.

@@ -107,14 +107,7 @@ def predict_weights(
 ) -> list[PlanEntry]:
     """Return one entry per parameter: its bytes now, and under `config.weights`.
 
-    Args:
-        model: The model; its tensors may be fake.
-        optimizers: Its optimizers.
-        config: `weights` and `optim.device` are read.
-
-    Returns:
-        Entries of kind `weight`. The planned bytes include corrections. Sharded parameters count
-        with this process's part.
+    The planned bytes include corrections. Sharded parameters count with this process's part.
     """
     dtypes, held = training_dtypes(model, config), stepped(optimizers)
     kept = keeps_float32(model)
@@ -141,16 +134,8 @@ def predict_gradients(
 ) -> list[PlanEntry]:
     """Return one entry per trained parameter, and one for the workspace of released gradients.
 
-    Args:
-        model: The model; its tensors may be fake.
-        optimizer: Its optimizer, or a list of them.
-        config: `weights` (a gradient has its weight's dtype), `gradients`, `release` and
-            `optim.device` are read.
-
-    Returns:
-        Entries of kind `gradient`. Under DistributedDataParallel gradients stay in their buckets,
-        which have an entry if they are a second copy (`gradient_as_bucket_view=False`). A
-        DistributedDataParallel that is added later is unknown here.
+    A gradient has its weight's dtype. Under DistributedDataParallel gradients stay in their
+    buckets, which have an entry if they are a second copy (`gradient_as_bucket_view=False`).
     """
     dtypes = training_dtypes(model, config)
     held = stepped([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
@@ -246,9 +231,6 @@ def predict_states(
         One entry of kind `state` per state, `parameter / optimizer / state`. Entries with unknown
         bytes have 0 bytes and a reason that begins with `unknown: `.
         be known: an entry of 0 bytes whose reason begins with `unknown: `.
-
-    Memory:
-        No tensor is allocated besides step counters.
 
     Example:
         >>> import torch

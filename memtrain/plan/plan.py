@@ -373,19 +373,7 @@ def make_plan(
 
 
 def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
-    """Return the part of a plan for saved tensors, which needs no optimizer.
-
-    Args:
-        model: The model.
-        cfg: Any input of `memtrain.config.load`.
-
-    Returns:
-        A plan without recorded activation sites.
-
-    Raises:
-        ValueError: As `make_plan`.
-        TypeError: As `make_plan`.
-    """
+    """Return a plan for saved tensors alone, without an optimizer and without recorded sites."""
     config = load(cfg)
     rules = activation_rules(config.activations, [name for name, _ in model.named_modules()])
     plan = Plan(config, rules, Rules([], [], ("parameter", "state")))

@@ -69,12 +69,7 @@ class Rules:
         self._first: dict[tuple[str, ...], int] = {}  # names -> the winning rule
 
     def choose(self, names: tuple[str, ...], *, signed: bool = True) -> Compressor | Keep:
-        """Return the compressor for a site, or the reason to keep it.
-
-        Args:
-            names: Names of the site.
-            signed: Whether its values may be negative.
-        """
+        """Return the compressor for a site, or the reason to keep it."""
         if names in self._sites:
             return self._sites[names][signed]
         first = self._winner(names)
@@ -137,10 +132,6 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
     """Build the rules for saved tensors.
 
-    Args:
-        own: The config's `activations`.
-        modules: Paths of the model's modules.
-
     Raises:
         ValueError: For an exception, a plan file's site or a recomputed module that the model does
             not have, and for a compressor that rules may not name.
@@ -162,9 +153,6 @@ def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
 
 def recompute_inputs(own: Activations) -> Compressor | Keep:
     """Build the compressor for the inputs of recomputed modules, or the reason to keep them.
-
-    Args:
-        own: The config's `activations`.
 
     Raises:
         ValueError: For a compressor that does not accept every tensor.
@@ -188,10 +176,6 @@ def recompute_inputs(own: Activations) -> Compressor | Keep:
 def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
     """Build the rules for optimizer states.
 
-    Args:
-        own: The config's `optim`.
-        parameters: Names of the model's parameters.
-
     Raises:
         ValueError: For an exception or a plan file's site whose parameter does not exist, and for a
             compressor that cannot store a state.
@@ -209,10 +193,6 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
 
 def automatic_bits(own: Activations, activations: Rules) -> BitWidths | None:
     """Return the initial widths for rules with `bits: auto`; None without such rules.
-
-    Args:
-        own: The config's `activations`, for `average_bits`.
-        activations: The rules for saved tensors.
 
     Raises:
         ValueError: If such a rule has no `average_bits`.

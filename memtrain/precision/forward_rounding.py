@@ -75,11 +75,7 @@ class ForwardRounding(RoundingMode):
     ) -> None:
         """Assign formats by a trace of the model's first forward: a forward pre-hook.
 
-        Args:
-            assign: Traces a model's forward on a batch, and assigns formats to its tensors.
-            model: The model.
-            args: Its arguments.
-            kwargs: Its keyword arguments.
+        `assign` traces a model's forward on a batch, and assigns formats to its tensors.
 
         Raises:
             RuntimeError: If ops are not called one by one.

@@ -108,8 +108,6 @@ class LossScaler:
             _COPIES.add(self)
             _look_at_steps()
 
-    # -- at the outputs ------------------------------------------------------------------------
-
     def scale_gradients_of(self, output: Any) -> Any:
         """Return the model's output, with gradients that will be scaled.
 
@@ -137,8 +135,6 @@ class LossScaler:
         self._finite.append(grad.detach().isfinite().all())
         return grad * self.state.scale.value
 
-    # -- at weights and inputs -----------------------------------------------------------------
-
     def round_leaf(
         self, x: Tensor, name: str, rounded: Callable[[Tensor], Tensor], form: FloatFormat | None
     ) -> Tensor:
@@ -165,8 +161,6 @@ class LossScaler:
         """
         _refuse_double_backward()
         return form.round(grad, seed=self.state.seed(f"gradient of {name}", form))
-
-    # -- at the end of a backward pass, and at a step --------------------------------------------
 
     def _end_backward(self) -> None:
         counts, found_inf = self._counts, self._found_inf
@@ -256,10 +250,7 @@ class _StraightThrough(torch.autograd.Function):
 def unscale(grad: Tensor, found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply a gradient by 1 / scale in place; set `found_inf` to 1 if it is not finite.
 
-    Args:
-        grad: The gradient, with any float dtype.
-        found_inf: 0 or 1, a float32 scalar.
-        inverse: 1 / scale, a float32 scalar.
+    `found_inf` and `inverse`, which is 1 / scale, are float32 scalars.
 
     Example:
         >>> grad, found_inf = torch.tensor([2.0, torch.inf]).bfloat16(), torch.tensor(0.0)
@@ -285,9 +276,6 @@ def _refuse_double_backward() -> None:
 def in_training_forward() -> bool:
     """Return whether a forward runs for training: no evaluation, no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
-
-
-# -- gradients that would bypass the loss scale -------------------------------------------------
 
 
 def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
@@ -344,10 +332,6 @@ def bypassing(outputs: Iterable[Tensor], model: nn.Module) -> list[str]:
     """Return the names of parameters that an output's graph reaches without their rounding.
 
     Custom autograd Functions and TorchScript modules read parameters without a visible op.
-
-    Args:
-        outputs: Outputs of a forward.
-        model: The model, for the names.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     found: set[str] = set()

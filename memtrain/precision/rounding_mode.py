@@ -53,8 +53,6 @@ class RoundingMode(TorchFunctionMode):
         self.arguments(self.module, name, (x,), {})
         return self.result(self.module, name, (x,), {}, written_out(module, x))
 
-    # -- overridden by subclasses ---------------------------------------------------------------
-
     def attach(self, saved: SavedTensors) -> None:
         """Set the `SavedTensors` of the forwards."""
 

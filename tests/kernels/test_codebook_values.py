@@ -90,8 +90,7 @@ def test_books_fill_their_bits_and_ascend(case):
 
 def test_tables_that_a_simulated_step_asks_for_first_are_real():
     book, device = Codebook("Power-3", 2, signed=True), torch.device("cpu")
-    values._values.cache_clear()
-    values._midpoints.cache_clear()
+    values._table.cache_clear()
     with FakeTensorMode():
         made = book.values(device), book.midpoints(device)
     assert {type(table) for table in made} == {torch.Tensor}

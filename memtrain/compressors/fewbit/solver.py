@@ -107,9 +107,6 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
         count: Number of intervals, at most n.
         prune: Whether to drop dominated starts.
 
-    Returns:
-        count - 1 indices, ascending.
-
     Memory:
         12 bytes per grid point and level, and the costs of 128 rows.
 

@@ -27,11 +27,11 @@ class Codebook(NamedTuple):
 
     def values(self, device: torch.device) -> Tensor:
         """Return the ascending values, float32 [2**bits], cached per device."""
-        return _values(self, device)
+        return _table(self, device, midpoints=False)
 
     def midpoints(self, device: torch.device) -> Tensor:
         """Return the midpoints of neighbouring values, float32 [2**bits - 1], cached per device."""
-        return _midpoints(self, device)
+        return _table(self, device, midpoints=True)
 
 
 def float_bits(name: str, *, signed: bool) -> int | None:
@@ -131,15 +131,8 @@ def _small_float(name: str, signed: bool) -> tuple[float, ...]:
 
 
 @cache
-def _values(book: Codebook, device: torch.device) -> Tensor:
-    with unset_fake_temporarily():  # real steps use the cached tensor, too
-        values = codebook(book.name, bits=book.bits, signed=book.signed)
-        return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-@cache
-def _midpoints(book: Codebook, device: torch.device) -> Tensor:
+def _table(book: Codebook, device: torch.device, midpoints: bool) -> Tensor:
     values = codebook(book.name, bits=book.bits, signed=book.signed)
-    with unset_fake_temporarily():
-        middle = [(a + b) / 2 for a, b in pairwise(values)]
-        return torch.tensor(middle, dtype=torch.float32, device=device)
+    table = [(a + b) / 2 for a, b in pairwise(values)] if midpoints else values
+    with unset_fake_temporarily():  # real steps use the cached tensor, too
+        return torch.tensor(table, dtype=torch.float32, device=device)

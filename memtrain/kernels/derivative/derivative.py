@@ -108,9 +108,6 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
         TypeError: If `grad` has another dtype.
         ValueError: If the number of levels is not allowed.
 
-    Memory:
-        One tensor like `grad`.
-
     Example:
         >>> codes = encode(torch.tensor([-1.0, 3.0]), [0.0])
         >>> backward(torch.tensor([2.0, 2.0]), codes, [0.25, 0.5])
@@ -169,9 +166,6 @@ def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
     return torch.empty((n_blocks, width), dtype=torch.uint8, device=x.device)
 
 
-# -- C++ ------------------------------------------------------------------------------------------
-
-
 @cache  # the buffer must live as long as kernels use its address
 def _settings(
     table: int, dtype: int, bits: int, parity: int = 0, shift: float = 0.0
@@ -217,9 +211,6 @@ def _decoder(
         return out
 
     return run
-
-
-# -- the definition -------------------------------------------------------------------------------
 
 
 def check_dtype(dtype: torch.dtype) -> None:

@@ -155,9 +155,6 @@ class FloatFormat:
         Raises:
             TypeError: If `x` is of another dtype.
 
-        Memory:
-            One tensor like `x`.
-
         Example:
             >>> FP8_BACKWARD.round(torch.tensor([1.1, 2e5]))
             tensor([1., inf])
@@ -202,9 +199,6 @@ class FloatFormat:
             TypeError: If `x` has another dtype.
             ValueError: If the bias is None, which the decoding must know: call `fitted` first.
 
-        Memory:
-            1 or 2 bytes per element.
-
         Example:
             >>> FP8_FORWARD.encode(torch.tensor([1.0, -30.0, torch.nan]))
             tensor([ 88, 255, 128], dtype=torch.uint8)
@@ -224,9 +218,6 @@ class FloatFormat:
         Raises:
             TypeError: If a dtype is not allowed.
             ValueError: If the bias is None.
-
-        Memory:
-            One tensor of the result's size.
 
         Example:
             >>> FP8_FORWARD.decode(torch.tensor([88, 255], dtype=torch.uint8))

@@ -81,9 +81,6 @@ def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor,
         TypeError: If `x` has another dtype.
         ValueError: If `seed` has more than 64 bits.
 
-    Memory:
-        One tensor like `x`.
-
     Example:
         >>> fp8 = FormatFields(8, 3, -10, 127, -1, 128, 1, 0)
         >>> round_count(torch.tensor([1.0625, 31.0]), fp8)
@@ -97,17 +94,7 @@ def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor,
 def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
     """Round in place, with half of the memory traffic of `round_count`.
 
-    Args:
-        x: As for `round_count`, without overlapping elements.
-        layout: The format.
-        seed: The seed of stochastic rounding, 64 bits, signed or not.
-
-    Returns:
-        int64, []: the number of overflows.
-
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If `seed` has more than 64 bits.
+    Elements of `x` may not overlap. Returns the number of overflows, int64 [].
 
     Example:
         >>> x = torch.tensor([1.0625, 31.0])
@@ -124,18 +111,9 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
 
     Rounds as `round_count`, but to all numbers of the format, whatever the dtype of `x`.
 
-    Args:
-        x: float32, bfloat16 or float16, any shape and strides.
-        layout: The format.
-        seed: The seed of stochastic rounding, 64 bits, signed or not.
-
     Returns:
         codes: uint8, or int16 (the code's bits) for widths above 8, with the shape of `x`.
         count: int64, []: the number of overflows.
-
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If `seed` has more than 64 bits.
 
     Memory:
         1 or 2 bytes per element; about 20 during the call.
@@ -169,9 +147,6 @@ def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float
 
     Raises:
         TypeError: If a dtype is not allowed.
-
-    Memory:
-        One tensor of the result's size.
 
     Example:
         >>> codes = torch.tensor([88, 255, 128], dtype=torch.uint8)
@@ -233,23 +208,19 @@ def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
         raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, allowed))}")
 
 
-def _round(x: Tensor, layout: Sequence[int], seed: int) -> tuple[Tensor, Tensor]:
-    return _run(x, FormatFields(*layout), seed)
-
-
 def _round_inplace(x: Tensor, layout: Sequence[int], seed: int) -> Tensor:
     if is_dense(x) and choose(x) != "reference":
         increment_version(x)  # autograd does not see the kernel's writes
-        return _run(x, FormatFields(*layout), seed, out=x)[1]
+        return _round(x, layout, seed, out=x)[1]
     y, count = _round(x, layout, seed)
     x.copy_(y)
     return count
 
 
-def _run(
-    x: Tensor, layout: FormatFields, seed: int, out: Tensor | None = None
+def _round(
+    x: Tensor, layout: Sequence[int], seed: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    x = x if is_dense(x) else x.clone()
+    layout, x = FormatFields(*layout), x if is_dense(x) else x.clone()
     choice = choose(x)
     if choice == "reference":
         return round_reference(x, layout, seed)

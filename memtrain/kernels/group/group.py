@@ -119,9 +119,6 @@ def group_dequantize(
         TypeError: If `dtype` is not allowed.
         ValueError: If a size does not fit.
 
-    Memory:
-        The result's own bytes.
-
     Example:
         >>> codes, bounds = group_quantize(torch.arange(8.0), bits=8, group_size=8)
         >>> group_dequantize(codes, bounds, bits=8, group_size=8, numel=8).round()
@@ -271,13 +268,8 @@ def kernels_of(
     The dispatch and the checks of a call take longer than the kernel of a small tensor. The
     kernels are valid while `dispatch.is_ordinary()`.
 
-    Args:
-        x: A dense tensor, read in memory order, or a matrix with gaps between its rows.
-        bits: As for `group_quantize`.
-        group_size: As for `group_quantize`.
-        stochastic: As for `group_quantize`.
-        wide: As for `group_quantize`.
-        shape: Shape of the result of `dequantize`, with a dimension or more.
+    `x` is dense and read in memory order, or a matrix with gaps between its rows. `shape` is that
+    of the decompressed tensor. Other arguments are those of `group_quantize`.
 
     Returns:
         quantize: `(tensor like x, seed)` -> codes and bounds.

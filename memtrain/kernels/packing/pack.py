@@ -51,9 +51,6 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     Raises:
         ValueError: If `bits` is out of range, or `packed` has another size.
 
-    Memory:
-        One byte per element.
-
     Example:
         >>> unpack_codes(pack_codes(torch.tensor([1, 2, 3], dtype=torch.uint8), 2), 2, 3)
         tensor([1, 2, 3], dtype=torch.uint8)

@@ -85,9 +85,6 @@ def patch_dequantize(
         TypeError: If `dtype` is not allowed.
         ValueError: If a size does not fit.
 
-    Memory:
-        The result's own bytes.
-
     Example:
         >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(1, 2, 2, 1)
         >>> patch_dequantize(patch_quantize(x), 2, 2).flatten()
