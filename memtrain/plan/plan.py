@@ -41,7 +41,6 @@ from memtrain.plan.file import load
 from memtrain.plan.rules import (
     Rules,
     activation_rules,
-    automatic_bits,
     compresses,
     missing,
     recompute_inputs,
@@ -208,8 +207,16 @@ class Plan:
             self.precision.assign(graph_of(model, batch, self.choose_activation, self.options))
 
     def automatic_bits(self) -> BitWidths | None:
-        """Return the initial widths for rules with `bits: auto`; None without such rules."""
-        return automatic_bits(self.config.activations, self.activation_rules)
+        """Return the initial widths for rules with `bits: auto`; None without such rules.
+
+        Raises:
+            ValueError: If such a rule has no `average_bits`.
+        """
+        if not any(isinstance(chosen, Auto) for chosen in self.activation_rules.compressors()):
+            return None
+        if self.config.activations.average_bits is None:
+            raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
+        return BitWidths(self.config.activations.average_bits)
 
     def idle_exceptions(self, saved: Iterable[Site] = ()) -> list[str]:
         """List the user's rules that win at no known site, as `activations.exceptions.0: op=gelo`.

@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
-from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, NO_RULE, Site
@@ -189,19 +188,6 @@ def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
         raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
     rules.check(STATE)
     return rules
-
-
-def automatic_bits(own: Activations, activations: Rules) -> BitWidths | None:
-    """Return the initial widths for rules with `bits: auto`; None without such rules.
-
-    Raises:
-        ValueError: If such a rule has no `average_bits`.
-    """
-    if not any(isinstance(chosen, Auto) for chosen in activations.compressors()):
-        return None
-    if own.average_bits is None:
-        raise ValueError("bits='auto' needs activations.average_bits; allowed: 1 to 8")
-    return BitWidths(own.average_bits)
 
 
 def state_site(name: str) -> tuple[str, str]:

@@ -171,10 +171,8 @@ class FirstStep:
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED
-        if compiled or (why != _COMPILED and _frames() != self._frames):
-            found = [Unmet(why, _FIXES[why], ("the compiled forward",), 0)]
-        else:
-            found = []
+        hidden = compiled or (why != _COMPILED and _frames() != self._frames)
+        found = [Unmet(why, _FIXES[why], ("the compiled forward",), 0)] if hidden else []
         recompute = self._interception.recompute
         if _frames() != self._frames and (left := [*{*recompute.names} - recompute.called]):
             found.append(Unmet(_IN_GRAPH, _FIXES[_IN_GRAPH], tuple(sorted(left)), 0))
