@@ -18,13 +18,7 @@ MAX_ROW_BYTES = 2.0
 
 
 def why_blocks(kind: str, shape: torch.Size, numbers: int) -> str:
-    """Return why blocks replace vectors along a tensor's dimensions; "" if they do not.
-
-    Args:
-        kind: The name of the compressor, for the message.
-        shape: The tensor's shape.
-        numbers: How many float32 numbers the vectors have.
-    """
+    """Return why blocks replace the float32 `numbers` of vectors along dimensions, or ""."""
     if len(shape) < 2:
         return f"{kind} needs 2 dimensions, the parameter has {len(shape)}: block instead"
     cost = 4 * numbers / shape.numel() if shape.numel() else 0.0

@@ -33,12 +33,7 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 
 
 def check_role(compressor: Compressor, role: str, where: object = "") -> None:
-    """Check that a compressor may be used in a role.
-
-    Args:
-        compressor: The compressor.
-        role: One of `base.EVERY_ROLE`.
-        where: A rule or a state's name, for the message.
+    """Check that a compressor may be used in a role; `where` is a name for the message.
 
     Raises:
         ValueError: If it may not; the message lists the allowed compressors.

@@ -74,11 +74,8 @@ def explain(
 ) -> Exception:
     """Convert Hydra's error to one with the value and the allowed values.
 
-    Args:
-        error: Hydra's error.
-        overrides: The overrides.
-        options: A function from a config group to the names of its files, empty for other keys.
-        defaults: A function that composes the same primary config without overrides.
+    `options` maps a config group to the names of its files, other keys to none. `defaults` composes
+    the same primary config without overrides.
 
     Returns:
         A ValueError for an unknown option or key, a TypeError for a value of the wrong type.

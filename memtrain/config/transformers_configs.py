@@ -57,12 +57,7 @@ def read_config(path: str | Path) -> Any:
 
 
 def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return a config's possible tasks, and those of its `architectures`.
-
-    Args:
-        config: A transformers config.
-        tasks: Suffixes of `AutoModelFor` classes, preferred ones first.
-    """
+    """Return a config's possible tasks (suffixes of `AutoModelFor`), and its `architectures`'."""
     transformers = import_transformers("model=hf:")
     known = [
         task
@@ -76,12 +71,7 @@ def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def prepare_for_training(config: Any, dropout: float | None) -> None:
-    """Disable the cache of generation, and set every dropout, in place.
-
-    Args:
-        config: A transformers config.
-        dropout: The dropout; None keeps the config's.
-    """
+    """Disable the cache of generation in a config, and set every dropout unless it is None."""
     if hasattr(config, "use_cache"):
         config.use_cache = False
     if dropout is not None:

@@ -71,11 +71,7 @@ class PlanEntry:
 
 
 def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
-    """Yield one entry of kind `activation` per site, with the sums over its saved tensors.
-
-    Args:
-        records: Records of a forward, in which a site may occur several times.
-    """
+    """Yield one entry of kind `activation` per site, with the sums over its records."""
     sites: dict[Site, list[Record]] = {}
     for record in records:
         sites.setdefault(record.site, []).append(record)

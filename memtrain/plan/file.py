@@ -99,11 +99,7 @@ def loads(text: str, name: str = "plan") -> Config:
 
 
 def dumps(config: Config, sites: Mapping[str, Iterable[_Line]]) -> str:
-    """Return the YAML text of a plan, with one line per site.
-
-    Args:
-        config: The config; its sites are replaced.
-        sites: `activations` and `optim` -> sites with their decisions and comments.
+    """Return the YAML text of a config whose sites are replaced, with one line per site.
 
     Raises:
         ValueError: For a compressor that configs cannot name.

@@ -176,13 +176,7 @@ class Plan:
     def trace(
         self, model: nn.Module, batch: Any, choices: dict[Site, Compressor | Keep] | None = None
     ) -> list[Record]:
-        """Trace the saved tensors of a forward under the plan, on fake tensors.
-
-        Args:
-            model: The model, which is not changed.
-            batch: The model's input.
-            choices: Receives the decision for each site.
-        """
+        """Trace the saved tensors of a forward on fake tensors; add decisions to `choices`."""
         rounding = None
         if self.precision is not None:
             if self.precision.graph is None:
@@ -219,11 +213,7 @@ class Plan:
         return BitWidths(self.config.activations.average_bits)
 
     def idle_exceptions(self, saved: Iterable[Site] = ()) -> list[str]:
-        """List the user's rules that win at no known site, as `activations.exceptions.0: op=gelo`.
-
-        Args:
-            saved: Sites of saved tensors besides the recorded ones.
-        """
+        """List the user's rules that win at no recorded site and no site in `saved`."""
         # Small tensors are kept without the rules.
         recorded = (Site.parse(entry.site) for entry in self.entries("activation"))
         for site in (*recorded, *saved):

@@ -295,12 +295,7 @@ def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
 
 
 def outliving(results: Iterable[tuple[str, weakref.ref[Tensor]]], output: Any) -> list[str]:
-    """Return the sites of tensors that are alive after a forward and not among its outputs.
-
-    Args:
-        results: Sites, and weak references to their tensors.
-        output: The forward's output.
-    """
+    """Return the sites of results that are alive after a forward and not in its output."""
     outputs = list(within(output))
     known = {id(x) for x in (*outputs, *(x._base for x in outputs))}
     alive = [site for site, ref in results if (y := ref()) is not None and id(y) not in known]

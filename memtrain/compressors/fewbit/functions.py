@@ -214,13 +214,6 @@ FAMILIES: dict[str, Family] = {
 def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ...]:
     """Complete the parameters of a function with torch's defaults.
 
-    Args:
-        function: A name in `FAMILIES`.
-        parameters: The first parameters, or none.
-
-    Returns:
-        One number per parameter.
-
     Raises:
         ValueError: If the name is unknown, or parameters are too many, too few or not allowed.
         TypeError: If a parameter is not a number.

@@ -67,13 +67,7 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
-    """Return the values of codes, float32 [rows, columns].
-
-    Args:
-        codes: uint8, [n_blocks, 32].
-        scale: bfloat16, [n_blocks].
-        row: As for `encode`.
-        col: As for `encode`.
+    """Invert `encode`: return values, float32 [rows, columns].
 
     Example:
         >>> codes, scale = encode(torch.tensor([[3.0, -1.0]]), torch.ones(1), torch.ones(2))

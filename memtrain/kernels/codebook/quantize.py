@@ -72,13 +72,7 @@ def quantize_blocks(
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: int) -> Tensor:
-    """Invert `quantize_blocks`: `value[code] * scale`, float32 [numel].
-
-    Args:
-        codes: uint8, [n_blocks, block_size * bits / 8].
-        scale: float32, [n_blocks].
-        book: The codebook.
-        numel: Elements without the padding.
+    """Invert `quantize_blocks` for `numel` elements: `value[code] * scale`, float32 [numel].
 
     Example:
         >>> book = Codebook("Linear", signed=False)

@@ -106,13 +106,7 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
 
 
 def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[int]) -> Tensor:
-    """Invert `quantize`: `value[code] * min over d of maxima_d`, float32 of a shape.
-
-    Args:
-        codes: uint8, [n_blocks, 128 * bits / 8].
-        scale: float32, [sum(shape)].
-        book: The codebook.
-        shape: The tensor's shape.
+    """Invert `quantize` for a tensor's shape: `value[code] * min over d of maxima_d`, float32.
 
     Example:
         >>> x, book = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), Codebook("Linear", 4, signed=False)

@@ -53,10 +53,6 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 def unpack(packed: Tensor, bits: int) -> Tensor:
     """Invert `pack`: return codes, int64 [n_blocks, block_size].
 
-    Args:
-        packed: uint8, [n_blocks, block_size * bits / 8].
-        bits: 1 to 8.
-
     Example:
         >>> unpack(torch.tensor([[129]], dtype=torch.uint8), 1)
         tensor([[1, 0, 0, 0, 0, 0, 0, 1]])

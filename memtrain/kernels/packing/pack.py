@@ -43,11 +43,6 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Invert `pack_codes`: return uint8 [numel].
 
-    Args:
-        packed: uint8, [ceil(numel / 256) * 32 * bits].
-        bits: Bits per element, 1 to 8.
-        numel: Number of elements.
-
     Raises:
         ValueError: If `bits` is out of range, or `packed` has another size.
 
@@ -59,19 +54,10 @@ def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
 
 
 def pack_mask(x: Tensor) -> Tensor:
-    """Pack a mask to one bit per element; nonzero elements are 1.
-
-    Args:
-        x: Any shape, bool or uint8, read in logical order.
-
-    Returns:
-        uint8, [ceil(numel / 256) * 32]; the last block's padding is 0.
+    """Pack a mask to one bit per element, as `pack_codes`; nonzero elements are 1.
 
     Raises:
         TypeError: If `x` is neither bool nor uint8.
-
-    Memory:
-        1 / 8 byte per element, in whole blocks of 32 bytes.
 
     Example:
         >>> packed = pack_mask(torch.tensor([True, False, True]))
@@ -85,10 +71,6 @@ def pack_mask(x: Tensor) -> Tensor:
 
 def unpack_mask(packed: Tensor, numel: int) -> Tensor:
     """Invert `pack_mask`: return bool [numel].
-
-    Args:
-        packed: uint8, [ceil(numel / 256) * 32].
-        numel: Number of elements.
 
     Raises:
         ValueError: If `packed` has another size.

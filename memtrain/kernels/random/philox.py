@@ -94,15 +94,6 @@ def uniform_pairs(n_blocks: int, block_size: int, seed: int, device: torch.devic
     Blocks `2k` and `2k + 1` draw the counters of block `k`, and the odd one rotates each word right
     by 8 bits. The high byte of a number is the low byte of another one in the other block: their
     correlation is 2**-8.
-
-    Args:
-        n_blocks: Number of blocks.
-        block_size: Elements per block, a multiple of 8.
-        seed: 64 bits.
-        device: The result's device.
-
-    Returns:
-        float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits.
     """
     width, pairs = block_size // 8, (n_blocks + 1) // 2
     counter = torch.arange(pairs * width, device=device).view(pairs, 1, width)
