@@ -26,10 +26,10 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 48_400,
+    "lines of the package": 47_000,
     "lines of the tests": 43_500,
     "lines of experiments and benchmarks": 4_500,
-    "classes": 229,
+    "classes": 227,
     f"files above {LONGEST} lines": 18,
     "private words in the package": 0,
     "private words in identifiers": 0,

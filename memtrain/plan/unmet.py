@@ -284,7 +284,7 @@ class Untrained:
         return {**vars(self), "_params": {}}  # a copy has no model either
 
     def __call__(self, optimizer: Optimizer, *_: Any) -> None:
-        """The hook."""
+        """Check the parameters before a step, unless they are those of the last check."""
         model, interception = self._model(), self._interception
         if model is None:
             return

@@ -1,4 +1,4 @@
-"""Step functions that stand for an activation's derivative, and those that are one exactly."""
+"""Step functions that approximate or equal an activation's derivative."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,14 +15,14 @@ class Approximation:
     """A step function q that replaces f' in the backward pass.
 
     The code of x is the number of boundaries below its side, which is `x - shift` (`"plain"`) or
-    `|x - shift|` (`"even"`); `"band"` has two boundaries, and code 1 where lo < x - shift <= hi.
-    The kernels compare in float32.
+    `|x - shift|` (`"even"`). `"band"` has two boundaries, and code 1 for lo < x - shift <= hi.
+    Kernels compare in float32.
 
     Attributes:
-        boundaries: The 2**bits - 1 inner boundaries, ascending; 2 where `parity` is `"band"`.
-        levels: The 2**bits values; `levels[i]` holds left of and at `boundaries[i]`. For a band:
-            outside, inside.
-        error: The weighted integral of (f' - q)**2 over the whole interval. Not compared.
+        boundaries: The 2**bits - 1 inner boundaries, ascending; 2 for a band.
+        levels: The 2**bits values; `levels[i]` is the value left of and at `boundaries[i]`. For a
+            band: outside, inside.
+        error: The weighted integral of (f' - q)**2 over the interval; not compared.
         parity: `"plain"`, `"even"` or `"band"`.
         shift: Subtracted from x first.
     """
@@ -35,7 +35,7 @@ class Approximation:
 
     @property
     def bits(self) -> int:
-        """Bits of a code."""
+        """Bits per code."""
         return len(self.levels).bit_length() - 1
 
     @property
@@ -44,7 +44,7 @@ class Approximation:
         return self.parity == "even"
 
     def __call__(self, x: Array) -> Array:
-        """Return q(x) in float64; a value equal to a boundary takes the level on its left.
+        """Return q(x) in float64; a value equal to a boundary has the level on its left.
 
         Example:
             >>> step = Approximation(boundaries=(0.0,), levels=(0.25, 0.5), error=0.0)
@@ -77,7 +77,7 @@ def _step(point: float, left: float, right: float) -> Approximation:
 
 
 def _band(low: float, high: float, inside: float) -> Approximation:
-    """Build `inside` where low < x < high, 0 elsewhere and at both ends, as torch's hardtanh."""
+    """Return a band: `inside` for low < x < high, else 0, as for torch's hardtanh."""
     inner = float(np.float32(low)), _below(high)
     if inner[0] >= inner[1]:
         return _step(0.0, 0.0, 0.0)
@@ -85,22 +85,22 @@ def _band(low: float, high: float, inside: float) -> Approximation:
 
 
 def _shrink(lambd: float) -> Approximation:
-    """Build 0 where |x| <= lambd, 1 elsewhere."""
+    """Return 0 for |x| <= lambd, else 1."""
     if lambd < 0:
         return _step(0.0, 1.0, 1.0)
     inner = (float(np.float32(lambd)),)
     return Approximation(boundaries=inner, levels=(0.0, 1.0), error=0.0, parity="even")
 
 
-# Piecewise-linear functions of two slopes have a table of one bit that is the very derivative.
-# The function's parameters -> its table. Torch's own conventions hold at ties. Torch compares
-# hardshrink and softshrink with lambd rounded to the dtype of x, all others in float32.
+# Parameters -> the exact one-bit table of a piecewise-linear function with two slopes. Ties follow
+# torch, which compares hardshrink and softshrink with lambd rounded to the dtype of x, and all
+# others in float32.
 EXACT: dict[str, Callable[..., Approximation]] = {
     "relu": lambda: _step(0.0, 0.0, 1.0),
     "leaky_relu": lambda slope: _step(0.0, slope, 1.0),
     "relu6": lambda: _band(0.0, 6.0, 1.0),
     "hardtanh": lambda low, high: _band(low, high, 1.0),
-    # Torch's backward has its 1 / 6 in float32, for float64 too.
+    # Torch's backward has 1 / 6 in float32, also for float64.
     "hardsigmoid": lambda: _band(-3.0, 3.0, float(np.float32(1 / 6))),
     "hardshrink": _shrink,
     "softshrink": _shrink,
