@@ -110,12 +110,14 @@ def few(cases, first=()):
     """(place, architecture, sizes): those of `first`, and one for each kernel."""
     jobs, kernels = [(place, machine_code.ARCHITECTURE, "multiples") for place in first], {}
     for place, (kernel, _, _) in enumerate(cases):
-        kernels.setdefault(kernel, []).append(place)
+        kernels.setdefault(kernel, set()).add(place)
     for places in kernels.values():
         branches = {at: sum(value is True for value in cases[at][2].values()) for at in places}
-        richest = max(places, key=branches.__getitem__)
-        sizes = ("ones", "odd") if integers(cases[richest]) else ("multiples", "multiples")
-        jobs += [(richest, sm, size) for sm, size in zip(ARCHITECTURES, sizes, strict=True)]
+        richest = max(sorted(places), key=branches.__getitem__)
+        sizes = ["ones", "odd"] if integers(cases[richest]) else ["multiples", "multiples"]
+        if sizes[0] == "multiples" and not places.isdisjoint(first):  # one is compiled already
+            sizes.pop()
+        jobs += [(richest, sm, size) for sm, size in zip(ARCHITECTURES, sizes, strict=False)]
     return list(dict.fromkeys(jobs))
 
 

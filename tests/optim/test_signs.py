@@ -103,7 +103,7 @@ def test_opposite_gradients_step_opposite_ways(name, levels):
 
 
 @pytest.mark.parametrize("kernels", ["reference", "triton"])
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", [name for name in FUSED if "Adam" not in name or "W" in name])
 def test_opposite_gradients_step_opposite_ways_by_other_kernels(name, kernels):
     with backend(kernels):
         params = [nn.Parameter(torch.zeros(34, 150)) for _ in range(2)]
