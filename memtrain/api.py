@@ -1,4 +1,4 @@
-"""`wrap` and `unwrap`: apply a plan to a model and its optimizers, and take it back."""
+"""Apply a plan to a model and its optimizers (`wrap`), and undo this (`unwrap`)."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -59,7 +59,7 @@ __all__ = [
 
 @dataclass
 class _ChooseState:
-    """A plan's choice by parameter instead of name; a class, so that optimizers pickle."""
+    """Choose the compressor for a state of a parameter; a class, because closures do not pickle."""
 
     plan: Plan
     names: dict[nn.Parameter, str]
@@ -106,7 +106,7 @@ def wrap(
     *,
     batch: Any = None,
 ) -> tuple[nn.Module, Any]:
-    """Make training take a fraction of its memory; the training loop does not change.
+    """Compress saved activations, optimizer states, gradients and weights during training.
 
     The model is the same object with the same class and `state_dict`; hooks on its modules
     compress what its forward saves. The optimizer is a new object that shares its parameter
@@ -141,7 +141,7 @@ def wrap(
     Raises:
         ValueError: If the model has no parameters, if the optimizer is one that `wrap` returned,
             holds parameters that are not the model's or is prepared with a GradScaler, or if the
-            config is not valid. Nothing was changed then.
+            config is not valid. The model and the optimizer are unchanged.
         TypeError: For arguments of the wrong type.
 
     Warns:
@@ -200,7 +200,7 @@ def _wrap(called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any) 
 def _planned(
     called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any
 ) -> tuple[nn.Module, Plan]:
-    """Check everything that `wrap` is given; then take off what an earlier `wrap` did."""
+    """Validate the arguments, make the plan, and undo an earlier `wrap` of the same model."""
     model = inside_compiled(called) or called  # sites have the names of the module inside
     check_given(model, optimizers)
     plan = make_plan(called, optimizers, cfg, batch=batch)
@@ -216,7 +216,7 @@ def _planned(
 
 
 def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped) -> None:
-    """Register what each optimizer does for the model when it steps, saves and loads."""
+    """Register step, state_dict and load_state_dict hooks on each optimizer."""
     model, interception = inside_compiled(called) or called, wrapped.interception
     first = None if interception is None else FirstStep(wrapped.plan, interception, called)
     if first is not None and not optimizers:
@@ -315,9 +315,9 @@ def _detach(model: nn.Module, optimizers: list[Optimizer]) -> None:
 
 
 def _let_go(model: nn.Module, coming: list[Optimizer]) -> None:
-    """Take off what an earlier `wrap` did to a model, whose optimizers are no longer used.
+    """Undo an earlier `wrap` of a model.
 
-    States stay compressed, but for an original that is wrapped again and goes on with them.
+    States stay compressed, except for an optimizer that is wrapped again.
     """
     wrapped = wrapped_of(model)
     old = [one for one in wrapped.optimizers() if one is not None]

@@ -27,7 +27,7 @@ ATTRIBUTE = "_memtrain"
 
 @dataclass
 class Wrapped:
-    """What `wrap` leaves on the model."""
+    """State of a wrapped model: its plan, its interception and the handles of all hooks."""
 
     plan: Plan
     interception: Interception | None

@@ -1,4 +1,4 @@
-"""How each form of an optimizer's state is sized, read and written: the reference."""
+"""Reference encoders and decoders for optimizer states."""
 
 from collections.abc import Mapping
 from functools import cache

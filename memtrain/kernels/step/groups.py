@@ -1,4 +1,4 @@
-"""Entries that one set of kernels steps together: their tables, their vectors, and the passes."""
+"""Kernel tables and launches for parameters that share kernels."""
 
 import math
 from collections.abc import Hashable, Sequence
@@ -66,7 +66,7 @@ def same_kernels(entry: Entry) -> Hashable:
 
 
 def is_whole(entry: Entry) -> bool:
-    """Whether the kernels may load 16 bytes at once: aligned tensors, rows of whole blocks."""
+    """Whether 16-byte loads are possible: tensors are aligned, rows are whole blocks."""
     rows, cols = entry.matrix
     if entry.form in ROWS_AND_COLUMNS:
         # A block lies in one row; and the vectors of entries follow each other.
@@ -173,7 +173,7 @@ class Group:
         self.end()
 
     def begin(self, inputs: Inputs) -> None:
-        """Make the vectors, and let kernels find what is new in this step."""
+        """Allocate the row and column buffers; write gradients and scalars to the table."""
         self._inputs = inputs
         if self._vectors and self._flat is None:
             total = sum(map(sum, self._vectors.values()))

@@ -76,7 +76,7 @@ class PreparedStep:
         self.captured = False
         """Whether a CUDA graph has captured the step, and replays it."""
         self.lasting = True
-        """Whether another step can run from `Inputs`: kernels find every entry in their tables."""
+        """Whether later steps can reuse the tables."""
         kinds: dict[Any, list[int]] = defaultdict(list)
         for k, chosen in enumerate(_backends(entries)):
             self._place(k, chosen, kinds)
@@ -87,7 +87,7 @@ class PreparedStep:
         ]
 
     def _place(self, k: int, chosen: str, kinds: dict[Any, list[int]]) -> None:
-        """Choose what steps an entry."""
+        """Assign an entry to a kernel group, the reference or the sharded step."""
         entry, simulated = self._entries[k], is_simulated()
         if entry.shard is not None and (simulated or entry.form in ROWS_AND_COLUMNS):
             self._sharded.append(k)
@@ -178,10 +178,10 @@ def _group(entries: list[Entry], chosen: str) -> CpuGroup | Group:
 
 
 class PreparedSteps:
-    """Prepared steps, found by a signature of everything that their tables hold.
+    """Cache of prepared steps, keyed by the signature of their tables.
 
-    A CUDA graph that has captured a step replays it: such a step stays for good, at its addresses.
-    Of the others, the `LIMIT` made last stay for each first parameter.
+    Steps that a CUDA graph has captured stay in the cache, because the graph replays their
+    addresses. Of the others, the cache keeps the last `LIMIT` per first parameter.
     """
 
     def __init__(self) -> None:
@@ -222,7 +222,7 @@ def signature(
 ) -> list[Any]:
     """Equal for steps whose tables are, but for `Inputs`.
 
-    A few questions for all tensors: one by one they would take longer than a small model's step.
+    Reads each property for all tensors at once: a Python loop takes longer than a small step.
 
     Args:
         params: On their devices, dense.

@@ -27,7 +27,7 @@ _STOCHASTIC = replace(BF16, rounding="stochastic")
 
 
 class MasterWeight(NamedTuple):
-    """How the float32 master of a bfloat16 or float16 weight is kept: beside it, or not at all.
+    """Storage of the float32 master of a 16-bit weight: a correction, stochastic rounding, or none.
 
     Example:
         >>> weight, own = torch.empty(1, dtype=torch.bfloat16), MasterWeight(torch.empty(1).short())

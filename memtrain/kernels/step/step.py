@@ -38,13 +38,13 @@ Sums = dict[str, Tensor]
 class Entry(NamedTuple):
     """One parameter's part of a step; the payloads and the parameter are written in place.
 
-    `states` are the rule's (AdamW: both moments; SGD and Lion: the momentum; SGD without momentum:
-    none), kept as `codecs` say. `scalars` are on the host, or a row of `update_rules.on_device`.
-    With a `shard` everything is a process's part, but for what rank-1 and factored know of the
-    whole: see `sharded.step`. `master` says how a bfloat16 or float16 parameter's float32 master
-    is kept. Where `guard` (float32, one element, not negative, on the parameter's device) is not
-    finite, nothing is changed: the Triton kernels read it, and so does torch's arithmetic on a
-    `shard`; others are waited for.
+    `states` are the rule's states (AdamW: both moments; SGD and Lion: the momentum; SGD without
+    momentum: none), stored by `codecs`. `scalars` are on the host, or a row of
+    `update_rules.on_device`. With a `shard`, all tensors are local shards; rank-1 scales and
+    factored means refer to the full parameter (`sharded.step`). `master` is the storage of the
+    float32 master of a 16-bit parameter. If `guard` (float32, one element, not negative, on the
+    parameter's device) is not finite, nothing changes. Triton kernels and sharded steps read the
+    guard on the device; other backends synchronize.
     """
 
     param: Tensor
@@ -252,7 +252,7 @@ def _update(entry: Entry, sums: Sums) -> None:
 
 @contextmanager
 def unless_refused(entry: Entry, written: Sequence[Tensor]) -> Iterator[None]:
-    """Take back what the block writes where the entry's guard is not finite; no host waits.
+    """Restore the tensors after the block if the guard is not finite, without a synchronization.
 
     Args:
         entry: Whose guard.

@@ -1,7 +1,7 @@
 """One rule per optimizer: the scalars of its step, and its update.
 
-A rule stands three times, in the same terms: here (the reference), in `update_rules_triton.py` and
-in cpu/step/rules.h. Its formula stands once, here.
+Each rule has three implementations: PyTorch (this file, with the formula), Triton
+(`update_rules_triton.py`) and C++ (cpu/step/rules.h).
 """
 
 import math

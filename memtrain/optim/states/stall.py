@@ -20,7 +20,8 @@ class StallWatch:
     The largest bfloat16 or float16 parameter stands for all: where no sampled element with a
     gradient changes, the update is below half a unit in the last place of nearly every weight.
 
-    A step begins where a parameter comes again: released gradients come one at a time.
+    With released gradients, `before` is called per parameter: a step begins when a parameter occurs
+    for the second time.
     """
 
     def __init__(self) -> None:

@@ -7,7 +7,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def untraced(step: _F) -> _F:
-    """Let `torch.compile` call a function as it is, and what that calls.
+    """Exclude a function and its callees from `torch.compile`.
 
     A step keeps tables of addresses and launches kernels of its own: there is nothing to compile,
     and Dynamo does not follow its Python to the same end. `torch.compiler.disable` does this too,
