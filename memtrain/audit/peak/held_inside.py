@@ -129,15 +129,15 @@ class _Zeros(NamedTuple):
 
 def _counted(func: Any, args: Any, kwargs: Any, result: Any, batched: Sequence[int]) -> int:
     """Bytes that an op is seen to hold, on zeros; linear in the samples where they are too many."""
-    maps = [args[place] for place in batched if isinstance(args[place], Tensor)]
-    samples = len(maps[0])
-    outputs = [x for x in tree_leaves(result) if isinstance(x, Tensor) and x.dim() > 1]
-    most = max(x.nbytes for x in (*maps, *outputs)) // max(1, samples)
+    samples = len(args[0]) if args[0].dim() else 1
+    given = [args[place] for place in batched], result
+    most = max(x.nbytes for x in tree_leaves(given) if isinstance(x, Tensor)) // max(1, samples)
     if not most:
         return 0
 
     def held(count: int) -> int:
-        given = tuple(_described(x, count if k in batched else None) for k, x in enumerate(args))
+        fewer = {samples: count}
+        given = tuple(_described(x, fewer if k in batched else {}) for k, x in enumerate(args))
         # The last two choose among kernels.
         own = tuple(kwargs.items()), torch.get_num_threads(), torch.backends.mkldnn.enabled
         return _run(func, given, *own)
@@ -150,12 +150,12 @@ def _counted(func: Any, args: Any, kwargs: Any, result: Any, batched: Sequence[i
     return nbytes
 
 
-def _described(x: Any, samples: int | None) -> Any:
-    """An argument, of so many samples, as a key of a cache."""
+def _described(x: Any, fewer: Mapping[int, int]) -> Any:
+    """An argument as a key of a cache, with `fewer` samples for so many."""
     if not isinstance(x, Tensor | list):
         return x
-    shape = (*(x.shape if isinstance(x, Tensor) else x),)
-    shape = shape if samples is None else (samples, *shape[1:])
+    whole = (*(x.shape if isinstance(x, Tensor) else x),)
+    shape = (*(fewer.get(n, n) for n in whole[:1]), *whole[1:])
     return _Zeros(shape, x.stride(), x.dtype) if isinstance(x, Tensor) else shape
 
 

@@ -70,6 +70,7 @@ CASES = {
     "with logits": lambda: F.binary_cross_entropy_with_logits(r(64, 1024), torch.rand(64, 1024)),
     "gelu": lambda: F.gelu(r(64, 4096)),
     "spectrum": lambda: torch.fft.rfft2(r(4, 16, 64, 64)).abs(),
+    "a number": lambda: F.mse_loss(r(1)[0].abs(), torch.ones(())),
     "weight norm": lambda: torch._weight_norm(r(256, 512), r(256, 1), 0),
     "sampled": lambda: F.grid_sample(
         r(4, 16, 32, 32), torch.rand(4, 32, 32, 2), align_corners=False
