@@ -1,7 +1,7 @@
 """The protocol of compressors: frozen values that convert a tensor to a payload and back."""
 
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, wraps
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
@@ -185,20 +185,16 @@ class Compressor(Protocol):
         """Return the same compressor with another number of `bits`."""
         return replace(self, bits=bits)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
-    def kernels(
-        self, x: Tensor, shape: Sequence[int]
-    ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
-        """Return specialized `compress` and `decompress` functions for tensors like `x`, or None.
+    def kernel(self, x: Tensor) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], int] | None:
+        """Return a specialized `compress` function for tensors like `x`, or None.
 
         Args:
-            x: A plain dense tensor, or a matrix with gaps between its rows. The functions accept
+            x: A plain dense tensor, or a matrix with gaps between its rows. The function accepts
                 every tensor with the same shape, strides, dtype and device.
-            shape: Shape of the decompressed tensor.
 
         Returns:
             A function from `(tensor, seed)` to the payload's tensors in the order of `parts`, which
-            reads elements in memory order; a function from these tensors to the contiguous tensor;
-            and the bytes of a payload.
+            reads elements in memory order; and the bytes of a payload.
         """
         return None
 

@@ -1,6 +1,6 @@
 """Min/max groups at 1 to 8 bits, for activations."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -98,12 +98,10 @@ class Group(Compressor):
         fitting = next((size for size in sizes if shape[-1] % size == 0), self.group_size)
         return replace(self, group_size=fitting, whole_rows=False)
 
-    def kernels(
-        self, x: Tensor, shape: Sequence[int]
-    ) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], Callable[..., Tensor], int] | None:
-        """Return the functions from `kernels.group.group.kernels_of`."""
+    def kernel(self, x: Tensor) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], int] | None:
+        """Return the function from `kernels.group.group.kernel_of`."""
         bits, group_size, _, stochastic, wide = self.group_codes(Key())
-        return group.kernels_of(x, bits, group_size, stochastic, wide, shape)
+        return group.kernel_of(x, bits, group_size, stochastic, wide)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise a float tensor in logical order.

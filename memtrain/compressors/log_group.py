@@ -30,8 +30,8 @@ class LogGroup(Group):
         [[-20.0, 0.0]]
     """
 
-    def kernels(self, x: Tensor, shape: object) -> None:
-        """Return None: the specialized kernels do not clamp."""
+    def kernel(self, x: Tensor) -> None:
+        """Return None: the specialized kernel does not clamp."""
         return
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:

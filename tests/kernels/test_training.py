@@ -59,12 +59,12 @@ def test_saves_bound_to_triton_kernels_train_as_those_of_the_cpu(monkeypatch):
     want = train(None, "balanced", torch.float32)
     bound = []
 
-    def triton_kernels_of(*given):
+    def triton_kernel_of(*given):
         bound.append(group_kernels(*given))
         return bound[-1]
 
-    group_kernels = group.triton_kernels_of
-    monkeypatch.setattr(group, "kernels_of", triton_kernels_of)
+    group_kernels = group.triton_kernel_of
+    monkeypatch.setattr(group, "kernel_of", triton_kernel_of)
     monkeypatch.setattr(payload, "_SPECIALIZED", {})
     assert train(None, "balanced", torch.float32) == pytest.approx(want, rel=2.0**-20)
     assert any(bound)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -15,32 +16,22 @@ from memtrain.compressors.samples import sensitivity
 
 
 @dataclass
-class _OutputGradient:
-    """Squared norm of the gradient of one op's output."""
-
-    factor: float  # (K / 4g) (G / P), see `ActnnSensitivity`
-    norm: Tensor | None = None
-
-    def observe(self, grads: Sequence[Tensor | None]) -> None:
-        """Add the gradient of the op's first result, which a backward has computed."""
-        if grads and grads[0] is not None:
-            norm = grads[0].detach().float().square().sum()
-            self.norm = norm if self.norm is None else self.norm + norm
-
-
-@dataclass
 class _SavedTensor:
-    """Ranges of one saved tensor, and the output gradients of the ops that read it in backward."""
+    """Ranges of one saved tensor, and output gradients of the ops that read it in backward."""
 
     site: str
     ranges: Tensor  # R of each sample, [samples]
     size: float  # elements of a sample
-    ops: list[_OutputGradient] = field(default_factory=list)
+    terms: list[Tensor] = field(default_factory=list)  # (K / 4g) (G / P) S of each backward
+
+    def observe(self, factor: float, grads: Sequence[Tensor | None]) -> None:
+        """Add the gradient of an op's first result, which a backward has computed."""
+        if grads and grads[0] is not None:
+            self.terms.append(factor * grads[0].detach().float().square().sum())
 
     def costs(self) -> list[float]:
         """Give C of each sample, summed over the ops; none if no gradient came."""
-        terms = [op.factor * op.norm for op in self.ops if op.norm is not None]
-        mean = self.ranges / max(1, len(self.ranges))
+        terms, mean = self.terms, self.ranges / max(1, len(self.ranges))
         return (mean * sum(terms[1:], terms[0])).tolist() if terms else []
 
 
@@ -99,7 +90,7 @@ class ActnnSensitivity:
 
     def flush(self) -> bool:
         """Allocate the bits from what has been measured, if a backward has been seen."""
-        if all(op.norm is None for saved in self._saved for op in saved.ops):
+        if not any(saved.terms for saved in self._saved):
             return False
         self.bits.solve(self._sensitivities())
         self.reset()
@@ -127,8 +118,8 @@ class ActnnSensitivity:
                 self._by_payload[payload] = known
         elif known.site != site.name:
             self.bits.leaders[site.name] = known.site
-        known.ops.append(_OutputGradient(_factor(site.op, x, node, template.group_size)))
-        node.register_prehook(known.ops[-1].observe)
+        factor = _factor(site.op, x, node, template.group_size)
+        node.register_prehook(partial(known.observe, factor))
 
     def _sensitivities(self) -> dict[str, Sequence[tuple[float, float]]]:
         """Give sensitivity and size of each sample by site."""

@@ -94,7 +94,7 @@ class GraphSaves:
         if packing is None:
             return x
         payload, key = packing
-        parts = payload_ops.compress(x, payload.form, key)
+        parts = payload_ops.compress_op(x, payload.form, key)
         sizes = [size for size in x.shape if not isinstance(size, int)]
         return [*parts, *sizes]
 

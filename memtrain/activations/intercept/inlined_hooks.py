@@ -17,12 +17,6 @@ from memtrain.activations.intercept.graph_sites import GraphSites
 from memtrain.activations.intercept.reentrancy import is_free
 from memtrain.activations.intercept.shared_graphs import records_of
 from memtrain.activations.saved.origin import foreign
-from memtrain.activations.saved.payload_ops import (
-    DECOMPRESS,
-    compress_op,
-    compressor_at,
-    decompressor_at,
-)
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Record
 
@@ -158,9 +152,6 @@ class CompiledGraphs:
             if graph.forward is hooked.forward:
                 return graph
         internals.match_names(hooked.forward, hooked.backward)
-        internals.call_directly(compress_op.default, compressor_at, "x")
-        for op in DECOMPRESS:
-            internals.call_directly(op, decompressor_at, "parts shape")
         sites = GraphSites(
             hooked.forward,
             hooked.backward,

@@ -95,7 +95,7 @@ def _compress(
 
 
 class Specialized(NamedTuple):
-    """Kernels that compress tensors of one shape, memory order, dtype and device."""
+    """A kernel that compresses tensors of one shape, memory order, dtype and device."""
 
     compressor: Compressor
     """With groups for this shape."""
@@ -110,7 +110,7 @@ class Specialized(NamedTuple):
 def specialized(
     x: Tensor, layout: Layout, memory: Memory | None, compressor: Compressor
 ) -> Specialized | None:
-    """Return the kernels for tensors of this signature, cached; None where there are none.
+    """Return the kernel for tensors of this signature, cached; None where there is none.
 
     Args:
         x: The saved tensor, detached.
@@ -137,6 +137,5 @@ def _specialize(
     flat, compressor = flatten(x, layout, rows=memory)[0], compressor.for_saved(x.shape)
     if flat.data_ptr() != x.data_ptr():  # neither dense nor rows: it was copied
         return None
-    stored = steps_of(layout)[0]
-    kernels = compressor.kernels(flat, stored)
-    return None if kernels is None else Specialized(compressor, kernels[0], kernels[2], stored)
+    found = compressor.kernel(flat)
+    return None if found is None else Specialized(compressor, *found, steps_of(layout)[0])

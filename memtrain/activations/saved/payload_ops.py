@@ -1,7 +1,7 @@
 """Compression of one saved tensor as ops that a compiler's graph can hold."""
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import Any, NamedTuple
 
@@ -76,8 +76,6 @@ def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str
     """
     form = _Form(compressor, tuple(names), layout.order, layout.expanded)
     once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
-    # Code that inductor has in its cache on disk names `compressor_at`: were that another, so would
-    # be these words, by which the code is found.
     text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
     _FORMS[text] = form
     return text
@@ -98,19 +96,6 @@ def graph_number() -> int:
     return next(_NUMBERS)
 
 
-def compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    """The payload's tensors, as one op.
-
-    Args:
-        x: The saved tensor; fake ones may have symbolic sizes.
-        form: Of `form_of`.
-        key: Seed, number of the site, and of the forwards' counter, which is read when the op runs:
-            equal graphs round differently from one forward to the next; then the number of the
-            graph, and the op's own in it.
-    """
-    return compress_op(x, form, key)
-
-
 def decompress(
     parts: Sequence[Tensor], form: str, shape: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
@@ -127,37 +112,6 @@ def decompressing(parts: Sequence[Tensor]) -> Any:
     """
     on_host = len({part.device for part in parts}) > 1
     return (decompress_on_host_op if on_host else decompress_op).default
-
-
-def compressor_at(form: str, key: Sequence[int]) -> Callable[[Tensor], Sequence[Tensor]]:
-    """Return `compress` of one position in a graph, for code that need not ask torch's dispatcher.
-
-    Args:
-        form: As for `compress`.
-        key: As for `compress`.
-    """
-
-    def compress_here(x: Tensor) -> Sequence[Tensor]:  # a mode is to see the op
-        return _compress(x, form, key) if is_ordinary() else compress_op(x, form, key)
-
-    return compress_here
-
-
-def decompressor_at(
-    form: str, dtype: torch.dtype
-) -> Callable[[Sequence[Tensor], Sequence[int]], Tensor]:
-    """Return `decompress` of one position in a graph, as `compressor_at`.
-
-    Args:
-        form: As for `decompress`.
-        dtype: Of the saved tensor.
-    """
-
-    def decompress_here(parts: Sequence[Tensor], shape: Sequence[int]) -> Tensor:
-        run = _decompress if is_ordinary() else decompress
-        return run(parts, form, shape, dtype)
-
-    return decompress_here
 
 
 def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
@@ -220,6 +174,11 @@ compress_op = register(
     _compress_fake,
     tags=_HOST,
 )
+"""Gives the tensors of the payload of `x`, whose sizes may be symbolic, in a form of `form_of`.
+
+The key: seed, number of the site, and of the forwards' counter, which is read when the op runs, so
+that equal graphs round differently from forward to forward; number of the graph, and of the op.
+"""
 _DECOMPRESS = "(Tensor[] parts, str form, SymInt[] shape, ScalarType dtype) -> Tensor"
 decompress_op = register(f"decompress_saved{_DECOMPRESS}", _decompress, _decompress_fake)
 decompress_on_host_op = register(

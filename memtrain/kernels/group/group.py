@@ -1,6 +1,6 @@
 """Min/max group quantisation to 1 to 8 bits, packed to the bit: contract, reference, dispatch."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -260,25 +260,24 @@ def _dequantizer(
     return run
 
 
-def kernels_of(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
-) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
-    """Return specialized `group_quantize` and `group_dequantize` kernels, or None without any.
+def kernel_of(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool
+) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], int] | None:
+    """Return a specialized `group_quantize` kernel, or None without any.
 
     The dispatch and the checks of a call take longer than the kernel of a small tensor. The
-    kernels are valid while `dispatch.is_ordinary()`.
+    kernel is valid while `dispatch.is_ordinary()`.
 
-    `x` is dense and read in memory order, or a matrix with gaps between its rows. `shape` is that
-    of the decompressed tensor. Other arguments are those of `group_quantize`.
+    `x` is dense and read in memory order, or a matrix with gaps between its rows. Other
+    arguments are those of `group_quantize`.
 
     Returns:
         quantize: `(tensor like x, seed)` -> codes and bounds.
-        dequantize: `(codes, bounds)` -> the tensor, contiguous.
         nbytes: Bytes of codes and bounds.
     """
     if x.is_cuda and choose(x) == "triton" and is_plain(x):
-        return triton_kernels_of(x, bits, group_size, stochastic, wide, shape)
-    if x.dtype not in _READ or not is_plain_cpu(x) or not shape:
+        return triton_kernel_of(x, bits, group_size, stochastic, wide)
+    if x.dtype not in _READ or not is_plain_cpu(x):
         return None
     _check(bits, group_size, x.dtype)
     name, kinds, rows = "mt_group_quantize", "pippiiiiii", ()
@@ -286,10 +285,9 @@ def kernels_of(
         if x.dim() != 2 or x.stride(1) != 1:
             return None
         name, kinds, rows = f"{name}_rows", f"{kinds}ii", (x.shape[1], x.stride(0))
-    n, dtype, kept, is_bf16 = x.numel(), x.dtype, _bounds_dtype(wide), int(x.dtype == _READ[1])
+    n, kept, is_bf16 = x.numel(), _bounds_dtype(wide), int(x.dtype == _READ[1])
     n_groups, width = (n + group_size - 1) // group_size, group_size * bits // 8
     to_codes = cpu.function(name, kinds)
-    to_values = cpu.function("mt_group_dequantize", "ppipiiii")
 
     # Torch reads sizes faster as arguments than in a tuple.
     def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -299,26 +297,20 @@ def kernels_of(
         to_codes(*places, n, bits, group_size, seed, stochastic, *rows, torch.get_num_threads())
         return codes, bounds
 
-    def dequantize(codes: Tensor, bounds: Tensor) -> Tensor:
-        out = codes.new_empty(*shape, dtype=dtype)
-        places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16
-        to_values(*places, n, bits, group_size, torch.get_num_threads())
-        return out
-
-    return quantize, dequantize, n_groups * (width + 2 * kept.itemsize)
+    return quantize, n_groups * (width + 2 * kept.itemsize)
 
 
-def triton_kernels_of(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool, shape: Sequence[int]
-) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], Callable[..., Tensor], int] | None:
-    """Return `kernels_of` for Triton kernels: without dispatcher and checks."""
+def triton_kernel_of(
+    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool
+) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], int] | None:
+    """Return `kernel_of` for Triton kernels: without dispatcher and checks."""
     read = x.is_contiguous() or _in_rows(x, group_size)
-    if not read or x.dtype not in (*_READ, torch.float16) or not shape:
+    if not read or x.dtype not in (*_READ, torch.float16):
         return None
     from memtrain.kernels.group import group_triton
 
     _check(bits, group_size, x.dtype)
-    dtype, kept, place = x.dtype, _bounds_dtype(wide), (x.shape, x.stride())
+    kept, place = _bounds_dtype(wide), (x.shape, x.stride())
     n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
 
     def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
@@ -328,12 +320,7 @@ def triton_kernels_of(
         group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
         return codes, bounds
 
-    def dequantize(codes: Tensor, bounds: Tensor) -> Tensor:
-        out = codes.new_empty(*shape, dtype=dtype)
-        group_triton.dequantize(codes, bounds, out, bits, group_size)
-        return out
-
-    return quantize, dequantize, n_groups * (width + 2 * kept.itemsize)
+    return quantize, n_groups * (width + 2 * kept.itemsize)
 
 
 def _in_rows(x: Tensor, group_size: int) -> bool:

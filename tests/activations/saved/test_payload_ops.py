@@ -12,24 +12,12 @@ from memtrain.compressors import Group
 from memtrain.kernels.dispatch import backend
 
 
-def by_ops(form, key, dtype):
+def ops(form, key, dtype):
     """Functions that compress and decompress, as graphs call them."""
     return (
-        lambda x: payload_ops.compress(x, form, key),
+        lambda x: payload_ops.compress_op(x, form, key),
         lambda parts, shape: payload_ops.decompress(parts, form, shape, dtype),
     )
-
-
-def at_a_place(form, key, dtype):
-    """The same two as generated code calls them, which gives sizes as a list."""
-    decompress = payload_ops.decompressor_at(form, dtype)
-    return (
-        payload_ops.compressor_at(form, key),
-        lambda parts, shape: decompress(parts, [*shape]),
-    )
-
-
-WAYS = [by_ops, at_a_place]
 
 
 class Forwards(SimpleNamespace):
@@ -43,7 +31,7 @@ def codes(forwards, graph, places):
     form = payload_ops.form_of(group, flatten(x)[1], Group.parts)
     counter = payload_ops.counter_of(forwards)
     found = {
-        place: payload_ops.compress(x, form, (0, place, counter, graph, place))[0]
+        place: payload_ops.compress_op(x, form, (0, place, counter, graph, place))[0]
         for place in places
     }
     return torch.stack([found[place] for place in sorted(places)])
@@ -88,16 +76,15 @@ VIEWS = {
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("view", VIEWS)
-@pytest.mark.parametrize("way", WAYS)
-def test_kernels_that_are_remembered_make_what_the_compressor_makes(way, view, dtype, compressor):
+def test_kernels_that_are_remembered_make_what_the_compressor_makes(view, dtype, compressor):
     x = VIEWS[view](torch.randn(2, 9, 64).to(dtype))
     compressor = compressor.for_saved(x.shape)
     form = payload_ops.form_of(compressor, flatten(x)[1], compressor.parts)
     key = 3, 5, 0, 0, 0
     with backend("reference"):
-        parts = payload_ops.compress(x, form, key)
+        parts = payload_ops.compress_op(x, form, key)
         expected = payload_ops.decompress(parts, form, x.shape, dtype)
-    compress, decompress = way(form, key, dtype)
+    compress, decompress = ops(form, key, dtype)
     for _ in range(3):  # the first finds the kernels
         assert all(map(torch.equal, compress(x), parts))
         again = decompress(parts, x.shape)
@@ -115,20 +102,18 @@ def test_kernels_that_are_remembered_make_what_the_compressor_makes(way, view, d
         (lambda x: x, lambda x: x[:, :1].expand(-1, 64, -1)),
     ],
 )
-@pytest.mark.parametrize("way", WAYS)
-def test_a_tensor_that_lies_otherwise_than_when_it_was_traced_comes_back(way, traced, given):
+def test_a_tensor_that_lies_otherwise_than_when_it_was_traced_comes_back(traced, given):
     x = given(torch.randn(4, 64, 16))
     form = payload_ops.form_of(Group(bits=8), flatten(traced(torch.zeros(x.shape)))[1], Group.parts)
-    compress, decompress = way(form, (0, 0, 0, 0, 0), x.dtype)
+    compress, decompress = ops(form, (0, 0, 0, 0, 0), x.dtype)
     for one in (x, x, traced(x.contiguous()), x):
         assert (decompress(compress(one), one.shape) - one).abs().max() < 0.1
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_shapes_and_backends_may_vary_at_one_place(way):
+def test_shapes_and_backends_may_vary_at_one_place():
     group = Group(bits=8)
     form = payload_ops.form_of(group, flatten(torch.zeros(4, 256))[1], Group.parts)
-    compress, decompress = way(form, (0, 0, 0, 0, 0), torch.float32)
+    compress, decompress = ops(form, (0, 0, 0, 0, 0), torch.float32)
     for rows in (4, 4, 9, 0, 4):
         x = torch.randn(rows, 256)
         with backend("reference"):
@@ -140,15 +125,10 @@ def test_shapes_and_backends_may_vary_at_one_place(way):
         assert (back - x).abs().max() < 0.1 if rows else back.shape == (0, 256)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels(way):
+def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels():
     def defined(sign):
         @dataclass(frozen=True)
         class Signed(Group):
-            def kernels(self, x, shape):
-                quantize, dequantize, nbytes = super().kernels(x, shape)
-                return quantize, lambda *parts: sign * dequantize(*parts), nbytes
-
             def decompress(self, packed):
                 return sign * super().decompress(packed)
 
@@ -158,7 +138,7 @@ def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels(w
     for sign in (1.0, -1.0):
         form = payload_ops.form_of(defined(sign), flatten(x)[1], Group.parts)
         if form not in ways:  # code that was loaded stays
-            ways[form] = way(form, (0, 0, 0, 0, 0), x.dtype)
+            ways[form] = ops(form, (0, 0, 0, 0, 0), x.dtype)
         compress, decompress = ways[form]
         for _ in range(2):
             assert torch.equal(decompress(compress(x), x.shape), sign * x)
