@@ -27,14 +27,12 @@ STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
 
 _NARROW = {"name": "group", "group_size": 128}
 _WIDE = {"name": "group", "bits": 8}
-_HALF = {"name": "float", "format": "bf16"}
 _EXACT_CODES = (  # one bit stores these derivatives exactly; masks and argmax indices are integers
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
     ActivationRule(op="dropout|*max_pool*", compressor=_WIDE),
 )
 _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
     ActivationRule(op="@exponential", compressor=_WIDE),
-    ActivationRule(op="wide_dot_product_attention", compressor=_HALF),
     ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
     ActivationRule(op="dot_product_attention", compressor={**_NARROW, "bits": 6}),
     ActivationRule(op="softmax|matmul", compressor={**_NARROW, "bits": 6}),

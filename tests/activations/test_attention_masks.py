@@ -189,24 +189,54 @@ def trained(model, x, preset=None):
     return grads, [entry for entry in entries if "dot_product_attention" in entry.site]
 
 
-class Unmasked(nn.Module):
-    def __init__(self):
+class Exposed(nn.Module):
+    """Attention whose query, key and value the test sees."""
+
+    def __init__(self, scale, options):
         super().__init__()
-        self.attention = Attention()
+        self.layers = nn.ModuleList(nn.Linear(32, HEADS * WIDTH) for _ in range(3))
+        self.scale, self.options = scale, options
 
     def forward(self, x):
-        return self.attention(x, None)
+        heads = [f(x).unflatten(-1, (HEADS, -1)).transpose(1, 2) for f in self.layers]
+        self.heads = [heads[0] * self.scale, heads[1] * 1, heads[2] * 1]
+        return F.scaled_dot_product_attention(*self.heads, **self.options)
 
 
-def test_a_log_sum_exp_that_cuda_pads_with_inf_is_kept(cuda):
-    model, x = Unmasked(), torch.randn(BATCH, TOKENS + 1, 64)
-    plain, _ = trained(model, x)
-    grads, entries = trained(model, x, "activations_only")
-    assert (grads - plain).norm() < 0.2 * plain.norm()  # as above; of an inf's group, NaN
-    others = [entry for entry in entries if " / input" not in entry.site]
-    result = BATCH * HEADS * (TOKENS + 1) * WIDTH
-    codes = result // 2 + 4 * -(-result // 128)  # 4 bits, and two bounds a group in bfloat16
-    assert sum(entry.planned for entry in others) == codes + 4 * BATCH * HEADS * 64
+@pytest.mark.parametrize("scale", [1, 1e2, 1e4])
+@pytest.mark.parametrize(
+    ("kernel", "mask"),
+    [
+        *(("flash", mask) for mask in ("none", "causal", "bool", *MASKED)),
+        *(("efficient", mask) for mask in ("none", "bool", *MASKED)),
+    ],
+)
+def test_attention_has_the_exact_gradient_at_what_is_decompressed(kernel, scale, mask, request):
+    if kernel == "efficient":
+        request.getfixturevalue("cuda")
+    options = {} if mask in ("none", "causal") else {"attn_mask": mask_of(mask)}
+    model = Exposed(scale, {"is_causal": True} if mask == "causal" else options)
+    wrap(model, torch.optim.SGD(model.parameters(), lr=0.0), "activations_only")
+    y = model(torch.randn(BATCH, TOKENS, 32))
+    node, dy = y.grad_fn, torch.randn(y.shape)
+    grads = torch.autograd.grad(y, model.heads, dy, retain_graph=True)
+    decoded = [x.detach() for x in (node._saved_query, node._saved_key, node._saved_value)]
+    assert not any(torch.equal(a, b) for a, b in zip(decoded, model.heads, strict=True))
+    twice = [x.double().requires_grad_() for x in decoded]
+    bias = options.get("attn_mask")
+    if mask == "causal":
+        bias = torch.ones(TOKENS, TOKENS, dtype=torch.bool).tril()
+    elif bias is not None and mask != "bool":
+        bias = bias.double()
+    exact = F.scaled_dot_product_attention(*twice, attn_mask=bias)
+    q, k, v = decoded
+    scores = float((q @ k.mT).abs().max()) / math.sqrt(WIDTH)
+    eps = torch.finfo(torch.float32).eps
+    terms = dy.norm() * v.norm() * (1 + q.norm() + k.norm())
+    for a, b in zip(grads, torch.autograd.grad(exact, twice, dy.double()), strict=True):
+        assert (a - b).norm() <= eps * (8 + 4 * scores) * terms
+    sums = [e.planned for e in plan_of(model).entries("activation") if "sumexp" in e.site]
+    assert sums == [0]
 
 
 class Padding(nn.Module):

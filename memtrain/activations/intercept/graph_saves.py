@@ -7,7 +7,11 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.compiler_internals import no_modes
-from memtrain.activations.intercept.graph_order import compress_early, decompress_late
+from memtrain.activations.intercept.graph_order import (
+    compress_early,
+    decompress_late,
+    recompute_attention,
+)
 from memtrain.activations.intercept.graph_sites import (
     OWN_INPUT,
     GraphSites,
@@ -117,6 +121,8 @@ class GraphSaves:
         The last tensor's unpacking comes after this, at the head of a backward that needs it first.
         """
         self._finished = True
+        last = [self._last.name] if self._packings[self._last] is not None else []
+        recompute_attention(self.backward, last)
         compress_early(self.forward)
         decompress_late(self.backward)
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from operator import getitem
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,9 +14,9 @@ from torch.fx import Graph, Node
 
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.attention import KERNELS
 from memtrain.activations.saved.fit import FLOATS
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.known_ops import ATTENTION, attention_name
 from memtrain.activations.saved.site import OWN_INPUT, UNKNOWN_OP, UNKNOWN_READER, Site
 
 aten = torch.ops.aten
@@ -37,17 +37,7 @@ _VIEWS = (
     aten.alias.default,
     aten.clone.default,
 )
-_ATTENTIONS = tuple(
-    getattr(aten, name).default
-    for name in (
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_fused_attention_overrideable",
-    )
-    if hasattr(aten, name)
-)
+_ATTENTIONS = tuple(kernel.forward for kernel in KERNELS.values())
 # Ops whose arguments have roles of their own -> those, in the order of the torch function.
 _ORDER = {
     aten.addmm.default: (1, 2, 0),
@@ -65,7 +55,7 @@ _LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 
 SIDE_RATIO = 16
 """A statistic such as a mean is this much smaller than what its op reads."""
-LOGSUMEXP = "a statistic: attention's log-sum-exp, of which its backward takes exp()"
+LOGSUMEXP = "a statistic: attention's log-sum-exp"
 
 
 # As in the known-op table: the backward is linear in what it saves, or memtrain has a form of its
@@ -239,7 +229,10 @@ class GraphSites:
             return "its elements overlap in memory"
         if x.dtype in FLOATS and base not in self._fed:
             return "made of parameters and buffers alone"
-        if x.dtype in FLOATS and base not in self._differentiable and not self._is_data(base, uses):
+        layers = all(use.site.op in _LAYERS and use.site.tensor == "input" for use in uses)
+        is_data = layers and bool(uses) and not (self.root and base in self.given)
+        if x.dtype in FLOATS and base not in self._differentiable and not is_data:
+            # else layers read it as their input, whose weights alone have gradients
             return "no gradient reaches it: a mask, or a table of positions"
         if any(use.site.tensor == "saved" for use in uses):
             return self._statistic(saved, x) or self._unknown_reader(base, uses)
@@ -279,11 +272,6 @@ class GraphSites:
         """Whether an input stays alive anyway: equal modules inside of the model share a graph."""
         return not self.root and (self.own is None or storage_of(given) in self.own)
 
-    def _is_data(self, base: Node, uses: list[Use]) -> bool:
-        """Whether layers read a tensor as their input, whose weights alone have gradients."""
-        layers = all(use.site.op in _LAYERS and use.site.tensor == "input" for use in uses)
-        return layers and bool(uses) and not (self.root and base in self.given)
-
     def checkpointed(self, saved: Node) -> bool:
         """Whether activation checkpointing inside the graph starts again from the tensor."""
         users = [user for user in saved.users if user.op != "output"]
@@ -307,9 +295,6 @@ class GraphSites:
         ops = self._ops.get(number, [])
         if name == "pow" and any(_smooth_power(op) for op in ops):
             name = "square"
-        if name == ATTENTION:  # one that is decomposed has lost its scale
-            found = [_attention(op) for op in ops if op.kwargs.get("scale") is not None]
-            name = found[0] if found else name
         role = self._role(stripped(saved), number, ops)
         site = Site(self._module(user.meta, "fwd_nn_module_stack"), name, role)
         return Use(site, _is_known(stack[-1][1], name))
@@ -440,13 +425,6 @@ def _is_known(target: Any, name: str) -> bool:
         return function in KNOWN_FUNCTIONS or (function in _SQUARES and name == "square")
     except TypeError:  # no hash
         return False
-
-
-def _attention(op: Node) -> str:
-    """The name of a fused attention, by its scale and its queries."""
-    query = op.args[0]
-    width = example(query).shape[-1] if isinstance(query, Node) else 0
-    return attention_name(cast(Any, op.kwargs["scale"]), width)
 
 
 def _smooth_power(op: Node) -> bool:

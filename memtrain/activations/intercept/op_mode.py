@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
-from memtrain.activations.saved.known_ops import attention_name
+from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import FOREIGN_HOOKS, Site
 
@@ -87,8 +87,9 @@ class OpMode(TorchFunctionMode):
         """Note what a call may do to the memory of its arguments past the version counter."""
         saved.bool_mask, saved.attention = False, ""
         if func in _ATTENTIONS:
-            query = args[0] if args else kwargs["query"]
-            saved.attention = attention_name(kwargs.get("scale"), query.shape[-1])
+            scale = kwargs.get("scale")
+            unscaled = isinstance(scale, int | float) and scale >= 1
+            saved.attention = UNSCALED_ATTENTION if unscaled else ATTENTION
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             saved.bool_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
         elif func in EXPOSING:

@@ -15,10 +15,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from memtrain.activations.intercept.compiler_internals import order_beneath
+from memtrain.activations.saved.handles import Kept
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Site
-from memtrain.activations.saved.store import check_version
 from memtrain.compressors import Compressor, Keep
 
 BLOCKS = "@blocks"
@@ -192,13 +192,18 @@ class Recompute:
             for leaf in leaves:
                 if isinstance(leaf, Tensor) and id(leaf) not in kept:
                     role = f"input{len(kept) or ''}"
-                    kept[id(leaf)] = self._input(Site(name, RECOMPUTE, role), leaf)
+                    wanted = self.inputs if leaf.requires_grad else CHECKPOINT_INPUT
+                    handle = self.saved.stash(Site(name, RECOMPUTE, role), leaf, wanted)
+                    kept[id(leaf)] = handle or Kept(leaf, leaf.detach()), leaf.requires_grad
         places = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         del leaves, args, kwargs
 
         def again() -> None:
-            found = {place: one.unpack() for place, one in kept.items()}
+            found = {
+                place: one.unpack().detach().requires_grad_(requires_grad)
+                for place, (one, requires_grad) in kept.items()
+            }
             given = [
                 other if place is None else found[place]
                 for place, other in zip(places, others, strict=True)
@@ -227,11 +232,6 @@ class Recompute:
         contexts.close()
         self.saved.skip()  # what the first run saved is dropped
 
-    def _input(self, site: Site, x: Tensor) -> "_Input":
-        """What is kept of an input."""
-        chosen = self.inputs if x.requires_grad else CHECKPOINT_INPUT
-        return _Input(x, self.saved.stash(site, x, chosen))
-
     def _inactive(self) -> bool:
         return (
             not torch.is_grad_enabled()
@@ -239,27 +239,6 @@ class Recompute:
             or in_transform()
             or self.suspended()
         )
-
-
-class _Input:
-    """An input of a module that runs again: a payload, or the tensor with its version."""
-
-    def __init__(self, x: Tensor, handle: Any) -> None:
-        self._handle, self._requires_grad = handle, x.requires_grad
-        self._x = None if handle is not None else x.detach()
-        self._version = 0 if x.is_inference() else x._version
-
-    def unpack(self) -> Tensor:
-        """Return the input as a leaf.
-
-        Raises:
-            RuntimeError: If it was modified in place since the first run.
-        """
-        if self._x is None:
-            return self._handle.unpack().detach().requires_grad_(self._requires_grad)
-        if not self._x.is_inference():
-            check_version(self._x, self._version)
-        return self._x.detach().requires_grad_(self._requires_grad)
 
 
 @contextmanager

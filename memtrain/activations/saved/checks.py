@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from memtrain.activations.saved.handles import ShapeOnly
+from memtrain.activations.saved.handles import Kept
 from memtrain.activations.saved.payload import roundtrip
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Key
@@ -168,7 +168,8 @@ class _Checked:
         """Return the tensor for the backward."""
         found = self._handle.unpack()
         with torch.no_grad():
-            x = found if isinstance(self._handle, ShapeOnly) else self._x
+            handle = self._handle
+            x = found if isinstance(handle, Kept) and handle.kept is None else self._x
             if x is found and found.shape == self._x.shape:
                 self._checks.tensors += 1
             else:

@@ -7,39 +7,30 @@ from memtrain.activations.saved.store import check_version, without_elements
 from memtrain.compressors import Key, Mask
 
 
-class ShapeOnly:
-    """Takes the place of a saved tensor of which the backward reads the shape only."""
-
-    __slots__ = ("__weakref__", "_counter", "_geometry", "_version")
-
-    def __init__(self, x: Tensor) -> None:
-        self._counter, self._version = without_elements(x), x._version
-        self._geometry = x.shape, x.stride()
-
-    def unpack(self) -> Tensor:
-        """Return a tensor of that shape without values."""
-        check_version(self._counter, self._version)
-        return self._counter.new_empty_strided(*self._geometry)
-
-
 class Kept:
-    """Takes the place of a saved tensor that is kept: the tensor detached, or a copy.
+    """Takes the place of a saved tensor that is kept, or of which the shape only is read.
 
     Args:
         x: The saved tensor, whose version is checked.
-        kept: What is kept: a copy, where the tensor is a small view of a large storage.
+        kept: What is kept: the tensor detached, or a copy where it is a small view of a large
+            storage. None: nothing, and a tensor of its shape without values comes back.
     """
 
-    __slots__ = ("__weakref__", "_counter", "_kept", "_version")
+    __slots__ = ("__weakref__", "_counter", "_geometry", "_version", "kept")
 
-    def __init__(self, x: Tensor, kept: Tensor) -> None:
-        self._kept = kept
-        self._counter, self._version = without_elements(x), x._version
+    def __init__(self, x: Tensor, kept: Tensor | None) -> None:
+        self.kept, self._geometry = kept, (x.shape, x.stride())
+        self._counter = None if x.is_inference() else without_elements(x)
+        self._version = 0 if x.is_inference() else x._version
 
     def unpack(self) -> Tensor:
         """Return what is kept."""
-        check_version(self._counter, self._version)
-        return self._kept
+        if self._counter is not None:
+            check_version(self._counter, self._version)
+        if self.kept is not None:
+            return self.kept
+        assert self._counter is not None  # noqa: S101 (no inference tensor is saved)
+        return self._counter.new_empty_strided(*self._geometry)
 
 
 class MaskBias:

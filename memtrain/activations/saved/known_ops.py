@@ -6,19 +6,22 @@ node holds its saved tensors. torch's `tools/autograd/derivatives.yaml` says wha
 computes from them. A saved tensor that has no row is kept exactly.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, cast
 
 import torch
+from torch import Tensor
 from torch.nn.modules import _functions
 from torch.utils.checkpoint import CheckpointFunction
 
 from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.attention import KERNELS, Kernel
 
 LINEAR = "the backward is linear in it, so that unbiased codes give an unbiased gradient"
-EXPONENT = "an exponent of the backward: rules give it 8 bits or more"
+EXPONENT = "the gradient is exact for what is decompressed; rules give it 8 bits or more"
+RESULT = "the backward recomputes it and its log-sum-exp from the others; with dropout it is linear"
 LOGARITHM = "the backward takes exp() of it: 8 bits, cut where exp() is 0"
 PROBABILITIES = "the backward is quadratic in it: the bias is the variance of the codes"
 SHAPE = "the backward reads its shape only: no byte is kept"
@@ -31,10 +34,7 @@ DERIVATIVE = (
 
 ATTENTION = "scaled_dot_product_attention"
 UNSCALED_ATTENTION = "dot_product_attention"
-"""The same op with a scale of 1 or more, for rules: its probabilities saturate."""
-WIDE_ATTENTION = "wide_dot_product_attention"
-"""The same with heads of 256 or more, whose scores have a larger error from 8-bit codes."""
-WIDE = 256
+"""The same op written out, with a scale of 1 or more: its probabilities saturate."""
 
 _F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -112,22 +112,6 @@ def _convolution(node: Node, function: Any) -> str:
     return f"{kind}{len(node._saved_stride)}d"
 
 
-def attention_name(scale: float | None, width: int) -> str:
-    """Return the name in rules of fused attention.
-
-    Args:
-        scale: The scale that was given, or None.
-        width: Elements of a head's query.
-
-    Example:
-        >>> attention_name(None, 512), attention_name(1.0, 64), attention_name(1.0, 512)[:4]
-        ('scaled_dot_product_attention', 'dot_product_attention', 'wide')
-    """
-    if not isinstance(scale, int | float) or scale < 1:
-        return ATTENTION
-    return UNSCALED_ATTENTION if width < WIDE else WIDE_ATTENTION
-
-
 def named(op: str, role: str, function: Any, attention: str) -> tuple[str, str]:
     """Return the op and tensor of a site, which are the function's where torch writes one out.
 
@@ -135,18 +119,11 @@ def named(op: str, role: str, function: Any, attention: str) -> tuple[str, str]:
         op: Of the node's row.
         role: Of the saved tensor in that row.
         function: The torch function that was called.
-        attention: The name in rules of the attention that runs, or "".
+        attention: The name in rules of the attention that runs written out, or "".
     """
     if attention and op in ("matmul", "softmax", "mul"):
         return attention, "saved"
-    if attention and op == ATTENTION:
-        return attention, role
     return ("dropout", "saved") if op == "mul" and function in _DROPOUTS else (op, role)
-
-
-def _attention(node: Node, function: Any) -> str:
-    query = node._saved_query
-    return attention_name(node._saved_scale, 0 if query is None else query.shape[-1])
 
 
 def _power(node: Node, function: Any) -> str:
@@ -202,13 +179,12 @@ def _two(first: str, second: str) -> tuple[SavedBy, SavedBy]:
     return SavedBy(first, "input", LINEAR), SavedBy(second, "input1", LINEAR)
 
 
-def _fused_attention(output: str) -> tuple[SavedBy, ...]:
-    return (
-        SavedBy("query", "input", EXPONENT),
-        SavedBy("key", "input1", EXPONENT),
-        SavedBy("value", "input2", LINEAR),
-        SavedBy(output, "saved", LINEAR),
-    )
+_FUSED_ATTENTION = (
+    SavedBy("query", "input", EXPONENT),
+    SavedBy("key", "input1", EXPONENT),
+    SavedBy("value", "input2", LINEAR),
+    SavedBy("output", "saved", RESULT),
+)
 
 
 _SHAPES = {
@@ -283,16 +259,7 @@ TABLE: tuple[KnownOp, ...] = (
             SavedBy("weight", "input1", SHAPE, _not(_reads_weight)),
         ),
     ),
-    *(
-        KnownOp(f"ScaledDotProduct{kind}Backward0", _attention, _fused_attention(output))
-        for kind, output in (
-            ("FlashAttentionForCpu", "output"),
-            ("FlashAttention", "output"),
-            ("EfficientAttention", "output"),
-            ("CudnnAttention", "output"),
-            ("FusedAttentionOverrideable", "output"),
-        )
-    ),
+    *(KnownOp(node.__name__, ATTENTION, _FUSED_ATTENTION) for node in KERNELS),
     *(
         KnownOp(
             f"{kind}SoftmaxBackward0",
@@ -362,17 +329,10 @@ TABLE: tuple[KnownOp, ...] = (
 """Rows in the order in which the documentation prints them."""
 
 
-def _by_class() -> Iterator[tuple[type, KnownOp]]:
-    for row in TABLE:
-        node = getattr(torch._C._functions, row.node, None)  # pyright: ignore[reportAttributeAccessIssue]
-        if node is not None:  # else this version of torch has no such op
-            yield node, row
-
-
 _SYNC_BATCH_NORM: Any = _functions.SyncBatchNorm
 
 KNOWN: dict[type, KnownOp] = {
-    **dict(_by_class()),
+    **{getattr(_F, row.node): row for row in TABLE if hasattr(_F, row.node)},
     _SYNC_BATCH_NORM._backward_cls: KnownOp(
         "SyncBatchNorm", "sync_batch_norm", (SavedBy("0", "input", PROBABILITIES),)
     ),
@@ -383,15 +343,20 @@ MASKS = ("attn_mask", "attn_bias", "5")
 """Attributes under which attention, and `stand_in`, hold the bias that is made of a mask."""
 
 
-def stand_in(function: type[torch.autograd.Function]) -> None:
+def stand_in(
+    function: type[torch.autograd.Function], results: Callable[..., Sequence[Tensor]]
+) -> None:
     """Take a Function for fused attention, for which it stands where a step is simulated.
 
     Args:
         function: Saves the query, key, value, result, log-sum-exp and bias, in this order.
+        results: Gives the result and the log-sum-exp of a query, key, value and bias.
     """
     roles = (("0", "input"), ("1", "input1"), ("2", "input2"), ("3", "saved"))
     tensors = tuple(SavedBy(attribute, role, EXPONENT) for attribute, role in roles)
-    KNOWN[cast(Any, function)._backward_cls] = KnownOp("stand-in", ATTENTION, tensors)
+    node = cast(Any, function)._backward_cls
+    KNOWN[node] = KnownOp("stand-in", ATTENTION, tensors)
+    KERNELS[node] = Kernel(results, None, ("0", "1", "2", "5"), ("3", "4"), {})
 
 
 ALL: frozenset[type] = frozenset(node for node in vars(_F).values() if isinstance(node, type))

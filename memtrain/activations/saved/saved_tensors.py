@@ -3,6 +3,7 @@
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,11 +12,12 @@ from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissing
 from torch._subclasses import FakeTensor
 
 from memtrain.activations.saved import known_ops, node_tensors
+from memtrain.activations.saved.attention import KERNELS, FusedAttention
 from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.derived import DerivedOutputs
 from memtrain.activations.saved.fit import Choose, decide, fit
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.handles import Kept, MaskBias, ShapeOnly
+from memtrain.activations.saved.handles import Kept, MaskBias
 from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, SHAPE, SavedBy
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_handle
@@ -42,6 +44,7 @@ DERIVED = "recomputed from what another op keeps"
 OPAQUE = "saved by a node that shows nothing of it"
 NOT_IN_TABLE = "its op reads its values, and is not linear in them"
 NOT_READ = "its shape only is read"
+RECOMPUTED = "recomputed by the backward from the attention's other saved tensors"
 
 
 class SavedTensors:
@@ -95,6 +98,8 @@ class SavedTensors:
         """The name in rules of the attention that runs now, if one does."""
         self.is_lossy = False
         """Whether a gradient of what has run may be approximate."""
+        self._fused: FusedAttention | None = None
+        """The fused attention whose node is visited now, if it is one."""
         self._hooked = False
         self._mark = 0  # nodes made before have been visited, or are not this forward's
         self._calls: dict[Site, int] = {}
@@ -211,6 +216,8 @@ class SavedTensors:
         # Read before hooks are on the node: what is read later is decompressed.
         tensors = dict(node_tensors.tensors_of(node, node_tensors.saved_names(kind)))
         op, seen = row.op(node, function), set[str]()
+        kernel = KERNELS.get(kind)
+        self._fused = None if kernel is None else FusedAttention(node, kernel, tensors)
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
                 continue
@@ -218,12 +225,21 @@ class SavedTensors:
             x = tensors.pop(saved.attribute, None)
             if x is not None:
                 site = Site(module, *known_ops.named(op, saved.role, function, self.attention))
-                if not (self.attention and self._save_mask(node, saved.attribute, site, x)):
+                if not self._save_of_attention(node, saved.attribute, site, x):
                     self._save(node, saved, site, x)
         for name, x in tensors.items():  # statistics, for example
             site = Site(module, op, "input3" if name in known_ops.MASKS else name)
-            if not (self.bool_mask and self._save_mask(node, name, site, x)):
+            if not self._save_of_attention(node, name, site, x):
                 self._keep(x, site, NOT_IN_TABLE, node, name)
+        self._fused = None
+
+    def _save_of_attention(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
+        """Save a mask in bits, or leave a result of attention to be recomputed."""
+        if self._fused is not None and self._fused.recomputes(name, x):
+            _hook(node, name, self._fused, partial(FusedAttention.read, attribute=name))
+            self._record(x, site, 0, "", RECOMPUTED, self._fused)
+            return True
+        return bool(self.attention) and self._save_mask(node, name, site, x)
 
     def _save_mask(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
         """Save in bits what attention makes of a mask of bools, or multiplies probabilities by."""
@@ -296,7 +312,7 @@ class SavedTensors:
             return
         chosen = decide(self.choose, self.min_elements, site, saved, node, x)
         if saved.reason == SHAPE and not isinstance(chosen, Keep):
-            handle = ShapeOnly(x)
+            handle = Kept(x, None)
             self._register(node, saved.attribute, handle, x, site)
             self._record(x, site, 0, "", NOT_READ, handle)
             return
@@ -359,8 +375,10 @@ class SavedTensors:
     ) -> None:
         if self.checks is not None:
             handle = self.checks.around(handle, x, site, compressor)
-        with suppress(RuntimeError):  # someone else's hooks are on it already, and stay
-            node_tensors.register_hooks(node, attribute, lambda _: handle, _unpack)
+        if self._fused is not None and self._fused.add(attribute, handle, compressor):
+            _hook(node, attribute, self._fused, partial(FusedAttention.read, attribute=attribute))
+        else:
+            _hook(node, attribute, handle)
 
     def _keep(
         self,
@@ -469,3 +487,10 @@ _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
 
 def _unpack(handle: Any) -> Tensor:
     return handle.unpack()
+
+
+def _hook(
+    node: Any, attribute: str, handle: Any, unpack: Callable[[Any], Tensor] = _unpack
+) -> None:
+    with suppress(RuntimeError):  # someone else's hooks are on it already, and stay
+        node_tensors.register_hooks(node, attribute, lambda _: handle, unpack)

@@ -129,7 +129,7 @@ def _attention(
         low = torch.get_autocast_dtype("cpu")
         query, key, value = (x.to(low) for x in (query, key, value))
     bias = None if attn_mask is None else _bias(attn_mask, query, key)
-    return _FusedAttention.apply(query, key, value, bias)
+    return _FusedAttention.apply(query, key, value, bias, dropout_p)
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
@@ -151,16 +151,23 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return mask.expand(*query.shape[:-1], key.shape[-2])
 
 
+def _results(query: Tensor, key: Tensor, value: Tensor, **_: Tensor | None) -> list[Tensor]:
+    batch, heads, rows, _ = query.shape
+    # [batch, rows, heads, width] in memory, as the kernels write it.
+    out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
+    return [out, query.new_empty(batch, heads, rows, dtype=torch.float32)]
+
+
 class _FusedAttention(torch.autograd.Function):
     """Saves and allocates as flash or memory-efficient attention does; it computes nothing."""
 
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None) -> Tensor:
-        batch, heads, rows, _ = query.shape
-        # [batch, rows, heads, width] in memory, as the kernels write it.
-        out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
-        sums = query.new_empty(batch, heads, rows, dtype=torch.float32)
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, dropout_p: float
+    ) -> Tensor:
+        out, sums = _results(query, key, value)
         ctx.save_for_backward(query, key, value, out, sums, bias)
+        ctx._saved_dropout_p = dropout_p
         return out
 
     @staticmethod
@@ -174,12 +181,12 @@ class _FusedAttention(torch.autograd.Function):
             held.append(query.new_empty(size, dtype=torch.float32))
         grouped = key.shape[1] != heads  # keys shared by several heads: gradients of each first
         wide = [x.new_empty(batch, heads, *x.shape[2:]) for x in (key, value) if grouped]
-        result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None
+        result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
         del held, wide  # alive beside the gradients
         return result
 
 
-stand_in(_FusedAttention)
+stand_in(_FusedAttention, _results)
 
 
 def _group_norm(input: Any, num_groups: int, *given: Any, **options: Any) -> Any:
