@@ -32,6 +32,7 @@ NEEDS = {
     "axolotl_train": ("axolotl",),
     "lightning_fit": ("lightning",),
     "lightning_compile": ("lightning",),
+    "diffusers_train": ("diffusers",),
 }
 # A row's loss may miss 90% of plain's progress by so much. GRPO's are mean rewards of 64 sampled
 # answers of 32 tokens, each a coin: three standard errors of the difference of two such means.
