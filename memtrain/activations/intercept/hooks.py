@@ -1,4 +1,4 @@
-"""Hooks on a model's modules that turn the interception on around its forward."""
+"""Module hooks that enter and exit `OpMode` around the forward of a wrapped model."""
 
 import sys
 import threading
@@ -45,23 +45,22 @@ from memtrain.activations.saved.site import OTHER_THREAD, Record, Site, tensors_
 
 
 class Interception:
-    """Compresses what a model's forward saves for backward; the model's code is not touched.
+    """Compresses the tensors that autograd saves in the forward of a model.
 
-    Hooks on every module turn a `TorchFunctionMode` on around the outermost forward, and keep the
-    path of the module that runs now. It is inactive under `no_grad` and inside a model's own
-    activation checkpointing (whose saved tensors are recomputed, not kept); inside `torch.compile`
-    its graphs are.
+    Hooks on every module enter a `TorchFunctionMode` around the outermost forward, and track the
+    path of the running module. The interception is inactive under `no_grad` and inside a model's
+    own activation checkpointing. In compiled modules, hooks inside the graph compress the saved
+    tensors.
 
     Args:
         model: The module whose forward is intercepted.
         choose: Site -> compressor, or the reason to keep the tensor.
         options: How saved tensors are handled.
         seed: Feeds the keys of stochastic rounding.
-        on_saved: Called with the records of a forward, once for each module that one has started
-            from.
-        rounding: A `ForwardRounding`, or one that records: a mode that runs between the replaced
-            ops and the visits of their nodes.
-        compresses: Whether anything is done to saved tensors.
+        on_saved: Called with the list of records after the first forward of each outermost module.
+        rounding: A `ForwardRounding` or None. Its mode runs between op replacement and the visit of
+            autograd nodes.
+        compresses: Whether saved tensors are compressed.
     """
 
     def __init__(
@@ -125,16 +124,12 @@ class Interception:
         self._clear()
 
     def _refer_to(self, model: nn.Module) -> None:
-        """Know the model whose hooks lead here, and do not keep it alive.
-
-        A cycle would keep its memory until Python's collector runs, which counts objects and not
-        their bytes.
-        """
+        """Store a weak reference to the model: a cycle would delay freeing its memory."""
         self._model = self._part = weakref.ref(model)
         self._parts: list[weakref.ref[nn.Module]] = []  # a copy that is made now has none yet
 
     def find_model(self) -> nn.Module:
-        """Return the model; of one that is gone, the part that last ran by itself, or another."""
+        """Return the model; if it was deleted, a submodule that is still alive."""
         model = self._model()
         if model is not None:
             self._parts = self._parts or [*map(weakref.ref, model.modules())]
@@ -195,7 +190,7 @@ class Interception:
 
     @contextmanager
     def trial(self, choose: Choose, watch: Any, draws: dict[str, int]) -> Iterator[None]:
-        """Inside the block forwards ask `choose` and report to `watch`; they are not counted."""
+        """Use another `choose` and `watch` inside the block, without counting forwards."""
         saved = self.saved
         before = (saved.choose, saved.watch, saved.draws, saved.step, self._recorded)
         outer = self.on_saved
@@ -224,7 +219,7 @@ class Interception:
             self.graphs.claim()
 
     def _is_ours(self, name: str, module: nn.Module) -> bool:
-        """Whether a forward that may be the outermost one is this thread's."""
+        """Return whether this thread may start an outermost forward."""
         refuse_replica(module)
         if not self._claim(name):
             return False
@@ -294,7 +289,7 @@ class Interception:
         return result
 
     def _leave_module(self, name: str, output: Any, *, was_compiled: bool) -> None:
-        """Visit the nodes of a module that no function has made: an `autograd.Function`'s."""
+        """Visit nodes that no torch function has created, such as a user's `autograd.Function`."""
         saving = self._outer is not None and self._outer[1]
         if was_compiled and self._outer is not None:
             self._enter()
@@ -309,7 +304,7 @@ class Interception:
             self.saved.collect(tensors_in(output), None, name, hooked=hooked)
 
     def _claim(self, name: str) -> bool:
-        """Whether the forward that runs is this thread's, which it becomes where it is no one's."""
+        """Acquire the interception for this thread; return False if another live thread has it."""
         own = get_ident()
         owner = self._thread.setdefault("ident", own)  # at once: no thread comes between
         if owner == own:
@@ -393,10 +388,9 @@ class Interception:
 
 
 class _Hooked:
-    """A module as its pre-hook knows it.
+    """Forward pre-hook of one module.
 
-    One object for each: graphs are guarded by what leads to a hook's code, and of `partial` that is
-    every part.
+    A class and not a `partial`, for which Dynamo would add a guard per argument.
 
     Args:
         owner: Whose hook it is.

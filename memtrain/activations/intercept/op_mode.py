@@ -25,7 +25,7 @@ _EXPOSING = (
     *callables("_typed_storage", "share_memory_"),
 )
 EXPOSING = frozenset(_EXPOSING)
-"""Functions after which a tensor's memory may be written to without a new version, at any time."""
+"""Functions that expose a tensor's memory: later writes may not increase its version."""
 _ADDRESS = callables("data_ptr")
 _ATTENTIONS = callables("scaled_dot_product_attention")
 _BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
@@ -84,7 +84,7 @@ class OpMode(TorchFunctionMode):
         return self.replacements.run(func, args, kwargs)
 
     def _note(self, saved: SavedTensors, func: Any, args: Sequence[Any], kwargs: Any) -> None:
-        """Note what a call may do to the memory of its arguments past the version counter."""
+        """Record calls that may write to their arguments without increasing the version."""
         saved.bool_mask, saved.attention = False, ""
         if func in _ATTENTIONS:
             scale = kwargs.get("scale")
@@ -105,7 +105,7 @@ class OpMode(TorchFunctionMode):
 
 
 def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: Any) -> list[Any]:
-    """Return the modes of a forward, the one that sees an op first last.
+    """Return the modes in the order in which to enter them: the last one handles each op first.
 
     Args:
         replacements: Runs the functions.

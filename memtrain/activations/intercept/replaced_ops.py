@@ -66,7 +66,7 @@ def _recognise_written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
 
 
 def recognise_module(module: nn.Module, x: Any) -> Call | None:
-    """Return the call that a module which writes one op out stands for, known by its source."""
+    """Return the `Call` of a module that implements one op, recognized by its source code."""
     if not isinstance(x, Tensor):
         return None
     if nonlinear.form_of(type(module)) is not None:
@@ -75,7 +75,7 @@ def recognise_module(module: nn.Module, x: Any) -> Call | None:
 
 
 def writes_out(module: nn.Module) -> bool:
-    """Whether the class of a module writes one op out in several, each of which saves a tensor.
+    """Return whether a module implements one op (such as GELU) with several torch calls.
 
     Example:
         >>> writes_out(nn.Linear(1, 1))
@@ -94,9 +94,9 @@ def written_out(module: nn.Module, x: Tensor) -> Any:
 
 
 class WrittenOut:
-    """Takes the place of the `forward` of a module that writes one op out.
+    """Replacement for the `forward` of a module that implements one op with several torch calls.
 
-    Hooks of the module run as ever. Where a rule claims the op it runs as one, else as written.
+    If a rule matches, the op runs as one call; otherwise the original `forward` runs.
 
     Args:
         module: The module; it is not kept alive.
@@ -116,7 +116,7 @@ class WrittenOut:
 
 
 def _takes(module: nn.Module, x: Any) -> bool:
-    """Whether a mode of the forward that runs now takes a module for one op."""
+    """Return whether the active `OpMode` replaces this module's forward by one op."""
     for mode in _get_current_function_mode_stack():
         replacements = getattr(mode, "replacements", None)
         if isinstance(replacements, Replacements):
@@ -210,7 +210,7 @@ class Replacements:
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
     ) -> Any:
-        """Run a call in the form that saves the compressor's payload."""
+        """Run memtrain's autograd Function for this call, which saves a payload."""
         site = Site(self.module, call.op, call.tensor)
         run, checks = partial(call.run, compressor, self.saved.key(site)), self.saved.checks
         y = run() if checks is None else checks.replaced(site, function, args, kwargs, run)

@@ -26,7 +26,7 @@ def autograd_function(
     twice: bool = False,
     known: KnownOp | None = None,
 ) -> Callable[..., Any]:
-    """The `apply` of an autograd Function of two functions, at the price of its C++ part alone.
+    """Create an autograd Function from two functions; return its `apply` without Python overhead.
 
     torch's own looks for a `setup_context`, refuses to run in a transform of torch.func without
     one, and unwraps the tensors that a finished transform left, all in Python: as long as a small

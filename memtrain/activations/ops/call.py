@@ -1,4 +1,4 @@
-"""A call of an op that also exists in a form which saves a compressor's payload."""
+"""A call of a torch op for which memtrain has its own autograd Function."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -49,7 +49,7 @@ def _gives_floats(kind: type[Compressor]) -> bool:
 
 
 def is_lossy(compressor: Compressor) -> bool:
-    """Whether it is any but the identity, for which plain PyTorch is the exact reference."""
+    """Return whether the compressor is not the identity."""
     return not compressor.is_identity
 
 

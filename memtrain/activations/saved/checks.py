@@ -18,8 +18,8 @@ from memtrain.kernels.random.generators import random_state, set_random_state
 class Checks:
     """Keeps a copy of each saved tensor beside what takes its place, and compares the two.
 
-    A decompressed tensor may differ from the copy by twice the error of another payload of that
-    copy, in the norm and in the largest element; without a compressor, not at all. A replaced op
+    The error of a decompressed tensor may be twice that of compressing the copy once more, in the
+    norm and in the largest element; without a compressor, not at all. A replaced op
     may differ from its value in float64 by twice the error of torch's own op and one rounding.
 
     Args:

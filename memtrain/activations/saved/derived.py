@@ -57,7 +57,7 @@ class _Output(NamedTuple):
 
 
 class Derived:
-    """Takes the place of a saved tensor that is an op's output, perhaps cast.
+    """Packed object of an op's output, or of a cast of it: recomputes the output from a payload.
 
     Args:
         x: The saved tensor.

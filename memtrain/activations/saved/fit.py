@@ -1,4 +1,4 @@
-"""Decides how a saved tensor is held: a pure function of its op, its site and its metadata."""
+"""Choose the compressor for a saved tensor: a pure function of op, site and metadata."""
 
 from collections.abc import Callable
 from typing import Any

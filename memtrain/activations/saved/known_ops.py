@@ -48,7 +48,7 @@ PRODUCTS = node_classes(
     *("MmBackward0", "BmmBackward0", "AddmmBackward0", "BaddbmmBackward0", "AddbmmBackward0"),
     *("MvBackward0", "AddmvBackward0", "GroupedMmBackward0"),
 )
-"""Nodes of matrix products, whose gradient for one factor does not grow where that is small."""
+"""Nodes of matrix products: the gradient of one factor does not grow if the other is small."""
 MULTIPLIES = node_classes("MulBackward0")
 
 Reason = str
@@ -346,7 +346,7 @@ MASKS = ("attn_mask", "attn_bias", "5")
 def stand_in(
     function: type[torch.autograd.Function], results: Callable[..., Sequence[Tensor]]
 ) -> None:
-    """Take a Function for fused attention, for which it stands where a step is simulated.
+    """Register an autograd Function that simulates fused attention as a known op.
 
     Args:
         function: Saves the query, key, value, result, log-sum-exp and bias, in this order.

@@ -1,4 +1,4 @@
-"""What a node of autograd saves, under which attributes."""
+"""Read the saved tensors of autograd nodes, and register hooks on them."""
 
 from collections.abc import Callable, Collection, Sequence
 from functools import lru_cache
@@ -60,7 +60,7 @@ def saved_names(node: type) -> tuple[str, ...]:
 def tensors_of(node: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
     """Return what a node saves, and under which attribute, "" where no hooks can be registered.
 
-    Nothing of what was modified since: its backward refuses that.
+    Skips tensors that were modified in place: the backward raises for them.
     """
     found: list[tuple[str, Tensor]] = []
     for name in names:
@@ -92,7 +92,7 @@ def register_hooks(
 
 
 def flows_into(node: Any, source: Any, nodes: Collection[int]) -> bool:
-    """Whether a gradient that a node multiplies by a saved tensor flows back to one of `nodes`.
+    """Return whether the gradient of a node reaches a node that saved the same tensor.
 
     An unbiased gradient needs independent errors of the factors that are multiplied on the way: of
     `h * h * h`, where both products save h, the two payloads of h need random bits of their own.

@@ -1,4 +1,4 @@
-"""Makes the payload of a saved tensor, or finds the one that an earlier save of it made."""
+"""Compress a saved tensor, or reuse the payload of an earlier save."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

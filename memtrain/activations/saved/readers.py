@@ -1,4 +1,4 @@
-"""Results of ops that are compressed only if every op that reads them is known to allow it."""
+"""Defer the compression of softmax and exp results until all ops that read them are known."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,8 +54,8 @@ class Readers:
     """Results that wait for the ops that read them, by the nodes of a forward.
 
     A result is compressed when an op that allows it has read it and no copy of its elements (by a
-    dropout or a cast) is alive. A later reader of the result itself finds its memory alive, so that
-    one which is not known still ends with the result kept; so does a copy that is made later.
+    dropout or a cast) is alive. If a later op reads the result
+    and is not listed, the result is kept after all. A later copy has the same effect.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Decides what the graph of a forward holds in place of each saved tensor."""
+"""Compress the tensors that autograd saves in a forward."""
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -51,8 +51,8 @@ class SavedTensors:
     """Compresses the saved tensors of one forward after another.
 
     After each op, `collect` visits the nodes that autograd has made for the op. For the saved
-    tensors that the known-op table lists, and a rule claims, it registers hooks on the node: the
-    graph then holds a `Handle`. All other saved tensors stay what autograd made of them.
+    tensors that the known-op table lists and a rule matches, `collect` registers hooks on the node:
+    the graph then has a `Handle`. Other saved tensors are unchanged.
 
     Args:
         choose: Site -> compressor, or the reason to keep the tensor.
@@ -170,7 +170,7 @@ class SavedTensors:
         self._mark = _get_sequence_nr()
 
     def under_hooks(self, now: bool) -> bool:
-        """Note whether hooks of someone else are on, who has what is saved; returns the same."""
+        """Record whether other saved-tensor hooks are active, and return the argument."""
         if self._hooked and not now:
             self.skip()
         self._hooked, self.saw_hooks = now, self.saw_hooks or now
@@ -183,7 +183,7 @@ class SavedTensors:
             result: Of the op: a tensor, or a tuple or list of them.
             function: The torch function that was called, for the op's name in sites.
             module: Path of the module whose forward runs.
-            hooked: Whether what they save is someone else's.
+            hooked: Whether other saved-tensor hooks have packed the saved tensors.
         """
         if not torch.is_grad_enabled():
             return  # no node is made, and to ask a view for its node may raise
@@ -242,7 +242,7 @@ class SavedTensors:
         return bool(self.attention) and self._save_mask(node, name, site, x)
 
     def _save_mask(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
-        """Save in bits what attention makes of a mask of bools, or multiplies probabilities by."""
+        """Store the bias of a boolean attention mask, or a dropout mask, in 1 bit per element."""
         bias = name in known_ops.MASKS and self.bool_mask
         factor = name == "other" and type(node) in known_ops.MULTIPLIES and x.is_cpu
         if not (bias or factor) or x.requires_grad or foreign(x):
@@ -296,7 +296,7 @@ class SavedTensors:
             self.records.add(x, site, planned, name, *others)
 
     def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor) -> None:
-        """Compress a saved tensor where a rule says so and nothing speaks against it."""
+        """Compress, keep or defer one saved tensor of a known op."""
         number = storage_id(x)
         if number < 0 or foreign(x):
             if self.records is not None:
@@ -388,9 +388,9 @@ class SavedTensors:
         node: Any = None,
         attribute: str = "",
     ) -> None:
-        """Leave a saved tensor to autograd: every save of its memory now gives it back.
+        """Keep a tensor: payloads of its storage are dropped, and their handles return the tensor.
 
-        Of a small view of a larger storage a copy is kept.
+        For a small view of a larger storage, a copy is kept.
         """
         if not x.dim() and x.dtype in _PYTHON:
             return  # a number that Python may have given
@@ -470,12 +470,12 @@ class SavedTensors:
         return handle if self.checks is None else self.checks.around(handle, x, site, chosen)
 
     def expose(self, x: Tensor) -> None:
-        """Keep the memory of a tensor that is now open to writes which no version counts."""
+        """Keep a tensor whose memory was exposed: later writes may bypass the version counter."""
         if not foreign(x) and (number := storage_id(x)) not in self._parameters:
             self.store.of(x, number).keep(x.detach())
 
     def wrote(self, x: Tensor) -> None:
-        """Trust nothing made of the memory of a tensor before: its address was read."""
+        """Invalidate cached payloads of a storage whose address was read, and may be written."""
         if not foreign(x) and (storage := self.store.get(storage_id(x))) is not None:
             storage.epoch += 1
 

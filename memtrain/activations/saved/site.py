@@ -10,7 +10,7 @@ from memtrain.compressors import Keep
 ROOT = "(root)"
 """How the model itself is named where a module's path stands."""
 RECOMPUTE = "recompute"
-"""The op, as it were, that keeps the inputs of a checkpointed module."""
+"""The op name in sites of inputs of recomputed modules."""
 CHECKPOINT_INPUT = Keep("a checkpointed module's input")
 """Why they are kept as they are."""
 CUSTOM_FUNCTION = "saved by a custom autograd Function"

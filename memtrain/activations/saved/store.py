@@ -17,7 +17,7 @@ Geometry = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 class Entry:
-    """The content of one place of memory at one version: its payload, or the tensor itself.
+    """A cached payload of a storage region at one version, or the kept tensor.
 
     Args:
         x: The saved tensor, detached. It is not kept.
@@ -25,7 +25,6 @@ class Entry:
         packed: The payload.
         compressor: Made it.
         nbytes: Bytes of the payload on the tensor's device.
-        read: Decompresses to a tensor of the layout that was saved first, if that is known.
     """
 
     __slots__ = (
@@ -81,7 +80,7 @@ class Entry:
 
 
 class Handle:
-    """Takes the place of a saved tensor in the graph: an entry, seen as that tensor."""
+    """Packed object of a saved tensor: a store entry, and the shape and strides to restore."""
 
     __slots__ = ("__weakref__", "entry", "geometry", "layout")
 
@@ -103,14 +102,14 @@ class Handle:
 
 
 class Storage:
-    """What the store knows of one storage, which no other storage can take the address of."""
+    """Cached entries of one `UntypedStorage`; a weak reference prevents reuse of its address."""
 
     __slots__ = ("_entries", "epoch", "is_kept", "reference")
 
     def __init__(self, x: Tensor) -> None:
         self.reference = StorageWeakRef(x.untyped_storage())
         self.epoch = 0
-        """Counts the times that someone may have written past the version counter."""
+        """Number of possible writes that bypassed the version counter."""
         self.is_kept = False
         """Whether the storage stays alive as it is, so that compressing would only add bytes."""
         self._entries: dict[tuple[Any, ...], weakref.ref[Entry]] = {}
@@ -144,17 +143,17 @@ class Storage:
 
 
 class Store:
-    """The storages that the saves of one forward have met."""
+    """Cache of payloads for one forward, keyed by storage."""
 
     def __init__(self) -> None:
         self._storages: dict[int, Storage] = {}
 
     def get(self, number: int) -> Storage | None:
-        """Return what is known of the storage with this number (`storage_id`)."""
+        """Return the `Storage` with this number (`storage_id`), or None."""
         return self._storages.get(number)
 
     def of(self, x: Tensor, number: int) -> Storage:
-        """Return what is known of the storage of `x`, from now on at least."""
+        """Return the `Storage` of `x`; create it if it does not exist."""
         known = self._storages.get(number)
         if known is None:
             known = self._storages[number] = Storage(x)

@@ -17,12 +17,12 @@ class AdamW4bit(FusedStates):
 
     Same update as `torch.optim.AdamW`, and as `torch.optim.Adam` with
     `decoupled_weight_decay=False`. Parameters may be float32, bfloat16 or float16 (the update is
-    made in float32 and rounded once). A gradient with NaN or Inf spoils its element as in torch,
-    and the moments of its block (see `PreparedStep`): skip such steps, as `GradScaler`
-    does. A coordinate whose gradient is always zero does not move.
+    made in float32 and rounded once). NaN or Inf in a gradient affects the same element, as in
+    torch, and the moments of its block: skip such steps, as `GradScaler` does.
+    A coordinate whose gradient is always zero does not move.
 
     `second` may be `"Rank-1/Linear"`, `"B128/Linear"` or `"factored"`, each with a fused kernel;
-    other names step one parameter at a time, with its moments whole in float32 for that time.
+    with other compressors, each parameter is updated separately, with float32 moments.
 
     Args:
         params: Parameters or groups of them.

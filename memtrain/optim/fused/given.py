@@ -1,4 +1,4 @@
-"""What a step of an optimizer works on, gathered without a look at each tensor in Python."""
+"""Inputs of an optimizer step: parameters, gradients, states and the cache key."""
 
 from collections.abc import Mapping, Sequence
 from itertools import chain
@@ -30,7 +30,7 @@ class Given:
         counts: How many of each group.
         seeds: As `Inputs` has them.
         guards: As `Inputs` has them.
-        signature: Equal for steps whose tables are, but for `Inputs`.
+        signature: Cache key: equal for steps with equal kernel tables.
     """
 
     params: list[Tensor]

@@ -27,7 +27,7 @@ def real_view(x: Tensor) -> Tensor:
 
 
 def zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
-    """The payload of zeros; where a payload of zeros is one, without a whole state in between."""
+    """Return the payload of a zero state, without a float32 tensor if zero bytes decode to 0."""
     dtype, shape, device = moment_dtype(param), local(param).shape, param.device
     zeros = torch.empty if is_simulated() else torch.zeros  # fake tensors take long to fill
     if compressor.is_identity:

@@ -27,8 +27,8 @@ _TAKEN_OVER = ("step", "state_dict", "load_state_dict")
 class CompressedStates(Optimizer):
     """An optimizer whose `state` holds payloads: plain tensors and dicts of them.
 
-    `original` is the plain optimizer that it took over (or None): both share the list of
-    parameter groups, so LR schedulers made for the original keep working.
+    `original` is the wrapped torch optimizer, or None. Both share `param_groups`, so LR schedulers
+    of the original keep working.
     """
 
     own_options: ClassVar[tuple[str, ...]] = ()
@@ -78,7 +78,7 @@ class CompressedStates(Optimizer):
         return first_names(self.original, param, group) if self.original is not None else None
 
     def adopt(self, original: Optimizer) -> None:
-        """Share the original's groups and hooks, and drop its states (the caller has them)."""
+        """Share `param_groups` and hooks with the original and clear its states."""
         self.original = original
         self.param_groups = original.param_groups
         self.defaults = original.defaults
@@ -88,7 +88,7 @@ class CompressedStates(Optimizer):
         vars(original).update(dict.fromkeys(_TAKEN_OVER, _refuse_step))
 
     def give_back(self) -> Optimizer | None:
-        """Let go of the original, which may step again."""
+        """Detach and return the original optimizer; restore its methods."""
         original, self.original = self.original, None
         for name, own in self._methods.items() if original is not None else ():
             vars(original).pop(name, None)
@@ -97,7 +97,7 @@ class CompressedStates(Optimizer):
         return original
 
     def notify_schedulers(self) -> None:
-        """Schedulers made for the original warn unless its `step` was seen to run."""
+        """Mark the original as stepped: otherwise LR schedulers that reference it warn."""
         if self.original is not None:
             self.original._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
 
