@@ -63,8 +63,8 @@ class Activations:
     derive_outputs: bool = True
     """Whether a norm's output that another op saves is recomputed from the norm's payload."""
     derive_products: bool = False
-    """Whether outputs of SiLU and GELU with a `group` rule, products, and casts of attention's
-    output are recomputed from tensors that these ops save."""
+    """Recompute outputs of SiLU and GELU that have a `group` rule, products, and dropped outputs,
+    from what these ops store."""
     backward_bytes: int | None = None
     """Limit of the bytes of its input that a convolution's backward decompresses at once, by parts
     of the batch; empty: the whole batch at once."""

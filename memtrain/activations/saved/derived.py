@@ -33,10 +33,7 @@ def _formulas() -> dict[type, Formula]:
     silu: Formula = ("self",), lambda node: F.silu
     gelu: Formula = ("self",), lambda node: partial(F.gelu, approximate=node._saved_approximate)
     product: Formula = ("self", "other"), lambda node: torch.mul
-    attention: Formula = ("output",), lambda node: torch.clone
     by_name = {"SiluBackward0": silu, "GeluBackward0": gelu, "MulBackward0": product}
-    kinds = ("FlashAttentionForCpu", "FlashAttention", "EfficientAttention", "CudnnAttention")
-    by_name |= {f"ScaledDotProduct{kind}Backward0": attention for kind in kinds}
     return {node: formula for name, formula in by_name.items() for node in node_classes(name)}
 
 
