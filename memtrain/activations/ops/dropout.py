@@ -45,10 +45,10 @@ def _dropout_forward(ctx: Any, x: Tensor, p: float) -> Tensor:
 
 
 def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
-    (packed,), (factor, *order) = ctx.saved_tensors, ctx.scaling
+    (packed,), (factor, shape, stride) = ctx.saved_tensors, ctx.scaling
     if torch.is_grad_enabled():  # a product that can be differentiated again
-        return (grad * _scaled(in_order(torch.ones_like(grad), *order), packed, factor),)
-    return (_masked(factor, *order, packed, grad),)
+        return (grad * _scaled(in_order(torch.ones_like(grad), shape, stride), packed, factor),)
+    return (_masked(factor, shape, stride, packed, grad),)
 
 
 _dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True)

@@ -152,7 +152,7 @@ def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
 
 
 def _results(query: Tensor, key: Tensor, value: Tensor, **_: Tensor | None) -> list[Tensor]:
-    batch, heads, rows, _ = query.shape
+    batch, heads, rows = query.shape[:-1]
     # [batch, rows, heads, width] in memory, as the kernels write it.
     out = query.new_empty(batch, rows, heads, value.shape[-1]).transpose(1, 2)
     return [out, query.new_empty(batch, heads, rows, dtype=torch.float32)]
