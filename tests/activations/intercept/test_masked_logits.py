@@ -66,7 +66,12 @@ def narrowest():
 @pytest.mark.parametrize(
     ("name", "compiled"),
     # Of a compiled logsumexp no one knows the rows.
-    [(name, how) for how in (False, True) for name in LOSSES if not how or name not in ROW_SUMS],
+    [
+        pytest.param(name, how, marks=[pytest.mark.nightly] * (how and name != "cross_entropy"))
+        for how in (False, True)
+        for name in LOSSES
+        if not how or name not in ROW_SUMS
+    ],
 )
 def test_gradients_err_no_more_than_without_a_mask(name, compiled):
     def error(fill, preset):

@@ -66,6 +66,7 @@ class Fourier(nn.Module):
 MODELS = [TimeStep, Transform, Volume, Fourier]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", MODELS)
 @pytest.mark.parametrize("cfg", ["all_four", {"preset": "optimizer_only", "weights": "bf16+8"}])
 def test_what_torch_cannot_mix_runs_as_autocast_would(kind, cfg):

@@ -57,6 +57,7 @@ class OneOp(nn.Module):
 IN_CI = ("transposed", "channels last")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     "layout", [pytest.param(x, marks=[pytest.mark.nightly] * (x not in IN_CI)) for x in LAYOUTS]
 )

@@ -45,7 +45,7 @@ pytestmark = [
 ]
 STEPS = 4
 DTYPES = (torch.float32, torch.bfloat16, torch.complex64)
-SHARE = 24
+SHARE = 40
 """Of the cases, CI runs one in so many."""
 
 

@@ -115,7 +115,9 @@ kept = model(torch.randn(64, 128))
 ENDS = ("", "kept.sum().backward()", "del model", "import sys; sys.exit()", "optimizer.x = kept")
 
 
-@pytest.mark.parametrize("end", ENDS)
+@pytest.mark.parametrize(
+    "end", [ENDS[0], *(pytest.param(end, marks=pytest.mark.nightly) for end in ENDS[1:])]
+)
 def test_an_interpreter_ends_without_a_word(end):
     result = subprocess.run(
         [sys.executable, "-c", SCRIPT.format(end=end)],

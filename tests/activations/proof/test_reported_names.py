@@ -293,6 +293,7 @@ READERS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("value", SPECIAL)
 @pytest.mark.parametrize("name", READERS)
 def test_a_number_that_is_none_leaves_its_neighbours_alone(name, value):
