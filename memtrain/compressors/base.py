@@ -156,8 +156,9 @@ class Compressor(Protocol):
             Traceback (most recent call last):
             ValueError: 'codes' has 64 elements; Block(...) needs 512 for a tensor of shape (1000,)
         """
-        if any(part.is_meta or isinstance(part, FakeTensor) for part in packed.tensors.values()):
-            return
+        for part in packed.tensors.values():
+            if part.is_meta or isinstance(part, FakeTensor):
+                return
         for name, size in _sizes(self, tuple(packed.shape), packed.dtype):
             part = packed.tensors.get(name)
             if part is None or part.numel() != size:
