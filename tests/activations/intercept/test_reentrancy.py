@@ -249,8 +249,12 @@ def test_a_wrapped_model_can_be_traced_by_jit():
 
 @pytest.mark.parametrize("whole", [True, False], ids=["model", "submodule"])
 def test_a_compiled_forward_is_one_graph_and_keeps_what_its_compiler_chose(whole):
+    class Own(nn.Linear):  # torch 2.11 compiles no forward of its own files by itself
+        def forward(self, x):
+            return super().forward(x)
+
     torch.compiler.reset()
-    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64))
+    model = nn.Sequential(Own(64, 64), nn.GELU(), nn.Linear(64, 64))
     exact, x, graphs = copy.deepcopy(model), torch.randn(64, 64), []
 
     def backend(graph, inputs):
