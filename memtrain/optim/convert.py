@@ -16,7 +16,7 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
 from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
 from memtrain.optim.states.optimizer_hooks import innermost
-from memtrain.optim.states.tested import is_tested, keep
+from memtrain.optim.states.tested import default_choice
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind
@@ -67,7 +67,7 @@ def compress(
         )
     if any(group.get("differentiable") for group in optimizer.param_groups):
         raise ValueError("differentiable=True is refused: compressed states have no gradient")
-    choose = Bounded(choose or default_choice(optimizer), min_elements)
+    choose = Bounded(choose or default_choice(optimizer, 0), min_elements)
     kind = becomes_fused(optimizer, choose)
     if kind is None:
         return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
@@ -76,11 +76,6 @@ def compress(
     new.adopt(optimizer)
     new.state.update(states)
     return new
-
-
-def default_choice(optimizer: Optimizer) -> layout.Choose:
-    """What is chosen for an optimizer's states without a `choose`, whatever their size."""
-    return layout.Choice(min_elements=0) if is_tested(optimizer) else keep
 
 
 class Bounded:

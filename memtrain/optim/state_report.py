@@ -9,7 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.compressors.base import Keep
 from memtrain.compressors.identity import Identity
-from memtrain.optim.convert import Bounded, becomes_fused, default_choice
+from memtrain.optim.convert import Bounded, becomes_fused
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.payloads import moment_dtype
 from memtrain.optim.states import layout
@@ -18,6 +18,7 @@ from memtrain.optim.states.compressed_states import CompressedStates, on_each
 from memtrain.optim.states.first_step import first_states
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
+from memtrain.optim.states.tested import default_choice
 
 
 def state_bytes(optimizer: Optimizer) -> int:
@@ -94,7 +95,7 @@ def predict(
         >>> [row.state for row in predict(torch.optim.SGD([weight], lr=1.0, momentum=0.9))]
         ['momentum_buffer']
     """
-    bounded = Bounded(choose or default_choice(optimizer), min_elements)
+    bounded = Bounded(choose or default_choice(optimizer, 0), min_elements)
     return _rows(optimizer, bounded, min_elements, becomes_fused(optimizer, bounded))
 
 

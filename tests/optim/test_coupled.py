@@ -11,7 +11,7 @@ from memtrain import optim
 from memtrain.compressors import Identity
 from memtrain.optim import Choice, ReleaseGradients, compress
 from memtrain.optim.states.first_step import SEPARABLE, is_separable
-from memtrain.optim.states.tested import UNTESTED
+from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.plan.plan import make_plan
 
 
@@ -267,3 +267,14 @@ def test_a_subclass_says_that_it_is_separable():
     assert not is_separable(compress(Other(model.parameters())))
     assert is_separable(compress(Mine(model.parameters())))
     memtrain.wrap(model, Mine(model.parameters(), lr=0.1), "all_four")
+
+
+def test_a_class_that_bears_the_name_of_a_tested_one_is_not_tested():
+    class Lion(torch.optim.Optimizer):
+        def step(self):
+            """Nothing."""
+
+    Lion.__module__, Lion.__qualname__ = optim.Lion.__module__, optim.Lion.__qualname__
+    weight = torch.nn.Parameter(torch.ones(2))
+    assert is_tested(optim.Lion([weight]))
+    assert not is_tested(Lion([weight], {}))

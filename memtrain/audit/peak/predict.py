@@ -202,7 +202,7 @@ def explain_fake_errors(model: nn.Module) -> Iterator[None]:
 
 
 def _why(error: RuntimeError) -> str | None:
-    """What a model does that fake tensors cannot; None of another error."""
+    """Return what fake tensors cannot do, from an error; None for other errors."""
     first = str(error).partition("\n")[0].rstrip(".")
     if isinstance(error, DataDependentOutputException):
         return (

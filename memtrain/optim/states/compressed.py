@@ -27,7 +27,7 @@ from memtrain.optim.states.first_step import (
     state_shapes,
 )
 from memtrain.optim.states.shards import local
-from memtrain.optim.states.tested import is_tested, keep
+from memtrain.optim.states.tested import default_choice
 from memtrain.optim.states.untraced import untraced
 
 _ZERO_IN_HALF = 2.0**-25
@@ -83,7 +83,7 @@ class CompressedOptimizer(CompressedStates):
         refuse(optimizer)
         for group in optimizer.param_groups:
             self.check(group)
-        self.choose = choose or (layout.Choice() if is_tested(optimizer) else keep)
+        self.choose = choose or default_choice(optimizer, layout.MIN_ELEMENTS)
         self.min_elements = min_elements
         for group in optimizer.param_groups:
             self._refuse_fused_only(optimizer, group)

@@ -1,9 +1,12 @@
 """Optimizers whose states a preset's rules compress: a list of classes, not of states' names."""
 
+import sys
+
 from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Keep
+from memtrain.optim.states import layout
 from memtrain.optim.states.first_step import SEPARABLE
 from memtrain.optim.states.optimizer_hooks import chain
 
@@ -36,7 +39,16 @@ def is_tested(optimizer: Optimizer) -> bool:
         (True, False)
     """
     kind = type(chain(optimizer)[-1])
-    return kind in SEPARABLE or f"{kind.__module__}.{kind.__qualname__}" in OF_OTHERS
+    if kind in SEPARABLE:
+        return True
+    # The name only finds the class: another one that bears it is not that class.
+    known = f"{kind.__module__}.{kind.__qualname__}" in OF_OTHERS
+    return known and getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
+
+
+def default_choice(optimizer: Optimizer, min_elements: int) -> layout.Choose:
+    """Return the `choose` of an optimizer that is given none: the paper's, or `keep`."""
+    return layout.Choice(min_elements=min_elements) if is_tested(optimizer) else keep
 
 
 def keep(param: Tensor, state_name: str) -> Keep:
