@@ -110,7 +110,7 @@ def report(
 
     Args:
         lines: That the framework's user adds or changes.
-        packages: Whose versions are told.
+        packages: Packages whose versions are printed.
         run: `(preset or None for plain, folder for checkpoints, whether to resume the run there
             after half its steps)` -> the losses, and the model.
         presets: Which.

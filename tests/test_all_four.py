@@ -66,7 +66,7 @@ def entries(plan, kind):
     return {entry.site: entry for entry in plan.entries(kind)}
 
 
-def test_the_plan_tells_bytes_of_weights_and_gradients():
+def test_the_plan_reports_bytes_of_weights_and_gradients():
     model = make()
     model[0].bias.requires_grad_(False)
     trained = [p for p in model.parameters() if p.requires_grad]
@@ -183,12 +183,12 @@ def test_unwrap_wants_the_optimizer_of_wrap():
     inner.step()
 
 
-def test_weights_that_another_optimizer_steps_are_told_when_they_are_rounded():
+def test_weights_that_another_optimizer_steps_are_reported_when_they_are_rounded():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)
     optimizer = torch.optim.AdamW(model[3].parameters())
-    told = "2.weight and 1 more: require gradients, are in no group .* weights='bf16\\+8' has"
-    with pytest.warns(RuntimeWarning, match=told):
+    reported = "2.weight and 1 more: require gradients, are in no group .* weights='bf16\\+8' has"
+    with pytest.warns(RuntimeWarning, match=reported):
         model, optimizer = memtrain.wrap(model, optimizer, "all_four")
     assert model[2].weight.dtype == torch.bfloat16
     memtrain.unwrap(model, optimizer)

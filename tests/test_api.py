@@ -134,7 +134,7 @@ def test_a_scheduler_made_before_wrap_keeps_working():
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
-def test_the_plan_settles_at_the_first_forward_and_lists_everything():
+def test_the_plan_is_completed_at_the_first_forward_and_lists_everything():
     model = make()
     model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
     plan = memtrain.plan_of(model)
@@ -154,16 +154,16 @@ def test_the_plan_settles_at_the_first_forward_and_lists_everything():
     assert "4,096" in state["0.bias / adamw / exp_avg"].reason
 
 
-def test_a_batch_settles_the_plan_at_once_without_running_the_model():
+def test_a_batch_completes_the_plan_at_once_without_running_the_model():
     model = make()
     before = torch.get_rng_state()
     model, _ = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), batch=data()[0])
     assert torch.equal(before, torch.get_rng_state())
     plan = memtrain.plan_of(model)
-    settled = plan.entries("activation")
-    assert settled
+    completed = plan.entries("activation")
+    assert completed
     train(model, torch.optim.SGD(model.parameters(), lr=0.1), 1)
-    assert plan.entries("activation") == settled
+    assert plan.entries("activation") == completed
 
 
 def test_exceptions_of_the_user_win_and_must_exist():
@@ -341,7 +341,7 @@ def test_a_prepared_optimizer_with_a_scaler_is_refused():
         memtrain.wrap(model, prepared)
 
 
-def test_the_environment_is_told_in_plain_text_without_names_of_places():
+def test_the_environment_is_printed_in_plain_text_without_names_of_places():
     found = memtrain.collect_env()
     assert found["memtrain"] == memtrain.__version__
     assert {"python", "platform", "triton", "cuda", "C++ kernels"} <= found.keys()

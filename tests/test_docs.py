@@ -40,7 +40,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_paths_that_are_named_exist(page):
-    if page.name == "CHANGELOG.md":  # it tells of files that went
+    if page.name == "CHANGELOG.md":  # it names files that were removed
         return
     text = page.read_text()
     added = set(re.findall(r"(?m)^\+\+\+ b/(\S+)$", text))  # by a diff on the page

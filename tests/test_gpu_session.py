@@ -197,7 +197,7 @@ def test_no_session_begins_without_a_compiler(monkeypatch, tmp_path):
     assert session.lacking(tiny=True) == ""
 
 
-def test_waits_are_those_that_are_told_of_a_call():
+def test_waits_are_counted_from_torchs_warnings():
     def step():
         warnings.warn("does not yet detect all synchronizing operations", stacklevel=1)
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)

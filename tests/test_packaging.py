@@ -47,7 +47,7 @@ assert "memtrain-report" in as_text(Outcome(report, {{}}))
 
 
 def test_the_built_package_works_without_a_compiler_from_elsewhere(tmp_path):
-    """One warning tells that the reference serves; every config composes, every program runs."""
+    """One warning says that the reference is used; every config composes, every program runs."""
     package, elsewhere = tmp_path / "package", tmp_path / "elsewhere"
     elsewhere.mkdir()
     build = [sys.executable, "setup.py", "-q", "build_py", "-d", str(package)]

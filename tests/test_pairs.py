@@ -313,7 +313,7 @@ def test_interceptions_do_not_pile_up():
     ],
 )
 @pytest.mark.parametrize("preset", ["balanced", "all_four", "activations_only"])
-def test_copies_of_both_train_alike_and_resume(preset, copied):
+def test_copies_of_both_train_equally_and_resume(preset, copied):
     def new():
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))

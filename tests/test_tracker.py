@@ -27,7 +27,7 @@ def test_the_tracker_counts_what_is_allocated_and_freed():
     assert done.returncode == 0, done.stderr
 
 
-def test_a_process_without_the_tracker_is_told_how_to_run():
+def test_a_process_without_the_tracker_is_refused_with_the_command():
     if tracker.is_tracked():
         pytest.skip("this run is tracked")
     with pytest.raises(RuntimeError, match=r"python -m benchmarks\.tracker"):

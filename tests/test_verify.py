@@ -52,7 +52,7 @@ def test_nearest_rounding_is_bias_and_no_variance():
     nearest = Group(bits=3, rounding="nearest")
     row = measure(model, closure(model), lambda site: nearest).whole
     assert row.variance == 0.0
-    # with no variance, cosine and bias tell one error: |error| >= the sine of the angle
+    # with no variance, cosine and bias measure one error: |error| >= the sine of the angle
     assert row.bias >= math.sqrt(1 - row.cosine**2) > 0.01
 
 

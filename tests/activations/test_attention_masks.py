@@ -104,7 +104,7 @@ class WrittenOut(nn.Module):
 def test_a_mask_is_not_taken_for_what_dropout_drew_before():
     model, x = WrittenOut(4, 0.1), torch.randn(BATCH, TOKENS, 64)
     model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
-    for _ in range(2):  # the second forward settles what is done to saves that are alike
+    for _ in range(2):  # the second forward reuses the decisions of the first
         model(x)
     model.dropout = 0.0
     model(x).square().sum().backward()

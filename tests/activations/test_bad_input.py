@@ -226,7 +226,7 @@ def test_backward_in_another_thread(preset):
     def work():
         try:
             loss.backward()
-        except BaseException as error:  # noqa: BLE001 (told in the main thread)
+        except BaseException as error:  # noqa: BLE001 (raised in the main thread)
             failed.append(error)
 
     thread = threading.Thread(target=work)

@@ -135,9 +135,9 @@ def test_predicted_bytes_are_those_held_plain_and_planned(build, how):
     assert not any(hasattr(module, "_memtrain") for module in model.modules())
     assert held(run, batch) == saved.plain
     memtrain.wrap(run, optimizer, batch=batch)
-    foretold = memtrain.plan_of(model).listing()
+    predicted = memtrain.plan_of(model).listing()
     assert held(run, batch) == saved.planned < saved.plain / 4
-    assert memtrain.plan_of(model).listing() == foretold
+    assert memtrain.plan_of(model).listing() == predicted
 
 
 @pytest.mark.nightly
@@ -177,7 +177,7 @@ def test_timelines_of_compiled_steps_hold_the_reports_bytes_and_name_modules():
     assert report.planned_timeline.peak.nbytes < report.timeline.peak.nbytes
 
 
-def test_what_is_not_told_of_compiled_steps_is_refused():
+def test_what_cannot_be_reported_of_compiled_steps_is_refused():
     model, batch = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = torch.compile(model, backend="eager")

@@ -158,7 +158,7 @@ def kept(value):
     return type(value), value.requires_grad, value.detach().clone()
 
 
-def alike(before, after):
+def equal_states(before, after):
     if isinstance(before, tuple) and isinstance(before[-1], torch.Tensor):
         return before[:2] == after[:2] and torch.equal(before[2], after[2])
     return before == after
@@ -179,7 +179,7 @@ def check(model, batch, inspect):
         if name != "random":
             objects = zip(pair, tensors[name], strict=True)
             assert all(a is b or not isinstance(a, torch.Tensor) for a, b in objects), name
-        assert all(map(alike, bits[name], map(kept, pair))), name
+        assert all(map(equal_states, bits[name], map(kept, pair))), name
     assert type(angles(32)) is torch.Tensor  # what a cache of the user's holds
 
 

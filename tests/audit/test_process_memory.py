@@ -52,5 +52,5 @@ with own["large_blocks_mapped"]() if {mapped} else nullcontext():
     print((resident() - before) // nbytes)
 """
     command = [sys.executable, "-c", script]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert (int(told) > 8) is stay
+    reported = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert (int(reported) > 8) is stay

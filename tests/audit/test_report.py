@@ -107,7 +107,7 @@ def test_saved_activations_are_those_of_a_real_forward(name, preset):
     assert first >= total.planned if adapts else first == total.planned
 
 
-def test_choices_of_max_pooling_are_told_to_the_byte():
+def test_choices_of_max_pooling_are_reported_to_the_byte():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2, return_indices=False))
     batch = torch.randn(4, 3, 34, 34)
     optimizer = torch.optim.SGD(model.parameters())
@@ -192,7 +192,7 @@ def test_states_of_a_running_optimizer_with_a_scheduler_are_read_and_left_alone(
         lambda params: optim.compress(torch.optim.NAdam(params)),
     ],
 )
-def test_states_that_their_optimizer_compresses_are_told_as_it_keeps_them(make):
+def test_states_that_their_optimizer_compresses_are_reported_as_it_keeps_them(make):
     model, x = odd_model(), torch.randn(4, 96)
     model.long.requires_grad_(False)
     optimizer = make(list(model.parameters()))
@@ -205,7 +205,7 @@ def test_states_that_their_optimizer_compresses_are_told_as_it_keeps_them(make):
         audit(model, optimizer, x, "balanced")
 
 
-def test_an_optimizer_that_cannot_be_told_is_said_to_be_unknown():
+def test_an_optimizer_that_is_unknown_is_reported_as_unknown():
     model = nn.Linear(64, 64)
     report = audit(model, torch.optim.LBFGS(model.parameters()), torch.randn(2, 64))
     assert "closure" in report.totals()["optimizer states"].unknown
@@ -342,13 +342,13 @@ def test_a_plan_names_registered_compressors_only():
     assert names <= {cls.__name__ for cls in COMPRESSORS.values()}
 
 
-def test_a_model_on_the_meta_device_is_told_as_a_real_one():
-    def told(device):
+def test_a_model_on_the_meta_device_is_reported_as_a_real_one():
+    def reported(device):
         with torch.device(device):
             model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU())
             x = torch.zeros(32, 64)
         return audit(model, torch.optim.AdamW(model.parameters()), x, peak=True)
 
-    real, meta = told("cpu"), told("meta")
+    real, meta = reported("cpu"), reported("meta")
     assert meta.rows == real.rows
     assert meta.planned_timeline.peak.nbytes == real.planned_timeline.peak.nbytes

@@ -233,14 +233,14 @@ def test_a_users_builder_gives_model_batch_and_optimizer(capsys, builder):
         ("all_four", ["0 / linear / input", "1 / gelu / input"]),  # the input in bfloat16
     ],
 )
-def test_a_compiled_models_sites_bytes_and_peak_are_told(builder, preset, sites):
+def test_a_compiled_models_sites_bytes_and_peak_are_reported(builder, preset, sites):
     given = ["model=py:theirs:build", "batch=64", "compile=true", f"preset={preset}"]
     assert main([*given, "--json", "a.json"]) == 0
-    told = json.loads((builder / "a.json").read_text())
-    rows = [row for row in told["rows"] if row["kind"] == "activation" and row["planned"]]
+    reported = json.loads((builder / "a.json").read_text())
+    rows = [row for row in reported["rows"] if row["kind"] == "activation" and row["planned"]]
     assert [row["name"] for row in rows] == sites
     assert all("Group" in row["compressor"] for row in rows)
-    saved, peak = told["categories"]["saved activations"], told["peak"]
+    saved, peak = reported["categories"]["saved activations"], reported["peak"]
     for way, wraps in (("plain", False), ("planned", True)):
         torch.compiler.reset()
         model, x = sys.modules["theirs"].build(64)
@@ -428,8 +428,8 @@ def test_verify_prints_the_gradient_of_each_site(tmp_path, monkeypatch, capsys):
     assert "quantisation noise" not in table
     one = ["preset=smallest", "activations.rules.1.compressor.bits=1"]
     assert main(["model=py:mine:build", *one, "verify=true", "--no-peak"]) == 0
-    told = " ".join(capsys.readouterr().out.split())
-    assert "of the gradient's squared norm, most of it from 2 / linear / input (" in told
+    reported = " ".join(capsys.readouterr().out.split())
+    assert "of the gradient's squared norm, most of it from 2 / linear / input (" in reported
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def test_a_plan_of_another_model_names_its_sites(builder, capsys):
     assert "matched nothing: activations.sites: 1 / silu / input" in capsys.readouterr().out
 
 
-def test_what_does_not_fit_is_told_in_lines(capsys):
+def test_what_does_not_fit_is_reported_in_lines(capsys):
     moment = Moment("step", "step", 3 * 2**30, {"weights": 2**30, "gradients": 2**31})
     error = planner.DoesNotFit(2**30, moment, ["a smaller model"])
     fitting.show_misfit(Console(soft_wrap=True), error)
@@ -193,10 +193,10 @@ def test_what_the_planner_found_is_in_the_json_and_in_the_tables(report, setting
     assert [*verdict(Outcome(report, settings))] == []
 
 
-def test_a_bar_tells_the_stage_and_its_parts():
+def test_a_bar_shows_the_stage_and_its_parts():
     console = Console(force_terminal=True, width=100, file=io.StringIO())
-    with working(console, "planning") as told:
-        told("the peak of a plan", 3, 11)
+    with working(console, "planning") as reported:
+        reported("the peak of a plan", 3, 11)
         time.sleep(0.15)
     shown = console.file.getvalue()
     assert "planning: the peak of a plan" in shown

@@ -61,7 +61,7 @@ def test_a_picture_of_the_step_stands_alone(report, settings):
     assert all(colour in svg for colour in ("#4477aa", "#ee6677", "#ccbb44"))
 
 
-def test_what_is_left_is_told_with_what_would_shrink_it(report):
+def test_what_is_left_is_reported_with_what_would_shrink_it(report):
     assert [line.partition(":")[0] for line in advice(report)] == [
         "weights, 80%", "saved activations, 10%",
     ]  # fmt: skip

@@ -24,7 +24,7 @@ from memtrain.cli.report.main import main
 from memtrain.config.sources import load
 
 
-def test_the_peak_is_told_with_what_is_alive_then(report):
+def test_the_peak_is_reported_with_what_is_alive_then(report):
     alive = at_peak(report)
     assert (alive["total"].plain, alive["total"].planned) == (34078720, 20971520)
     assert sum(pair.plain for name, pair in alive.items() if name != "total") == 34078720
@@ -76,10 +76,10 @@ def test_a_real_step_confirms_the_predicted_one(builder, capsys, monkeypatch):
 def test_a_model_that_reads_its_data_is_measured(builder, capsys):
     assert main(["model=py:theirs:branch", "device=cpu", "--measure", "--json", "a.json"]) == 0
     text = capsys.readouterr().out
-    told = " ".join(text.split())
-    assert "saved activations: unknown, left out: Branch reads a tensor's values" in told
-    assert "weights: unknown" not in told
-    assert "measure a real step instead" not in told
+    reported = " ".join(text.split())
+    assert "saved activations: unknown, left out: Branch reads a tensor's values" in reported
+    assert "weights: unknown" not in reported
+    assert "measure a real step instead" not in reported
     content = json.loads((builder / "a.json").read_text())
     rows = {row["name"]: row["plain"] for row in content["rows"]}
     assert rows["linear.weight"] == rows["linear.weight / adamw / exp_avg"] == 4 * 64 * 64

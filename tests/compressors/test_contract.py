@@ -84,7 +84,7 @@ ROWS = {
     "identity": Row(spoils=element),
     "derivative": Row(spoils=element),
     "group": Row(options=GROUPS, spoils=element, dtypes=(*FLOATS, torch.float64)),
-    # what a NaN spoils is told in test_samples.py: it may also pass widths on
+    # test_samples.py states what a NaN spoils: it may also pass widths on
     "samples": Row(options=({"bits": (4, 2, 1)}, {"bits": (3,), "group_size": 64})),
     "host": Row(options=({"inner": Group(bits=4)}, {"inner": Samples()}), spoils=None),
     "mask": Row(make=coin, dtypes=(torch.bool,)),

@@ -99,7 +99,7 @@ def test_exact_tables_are_torchs_autograd_at_every_float(function, parameters, d
         assert (len(step.levels), step.error) == (2, 0.0)
     x = neighbours(curve(function, parameters).breaks, dtype)
     if 0.0 in parameters[-1:] and function in ("hardtanh", "hardshrink", "softshrink"):
-        # Kinks at 0 hold for all numbers but subnormals.
+        # Points at 0 are exact for all numbers but subnormals.
         x = x[(x == 0) | (x.abs() >= torch.finfo(torch.float32).tiny)]
     level = torch.from_numpy(step(x.double().numpy())).float()
     # A product with 1 is exact, so the gradient is the level, rounded once.

@@ -1,4 +1,4 @@
-"""Names of the literature: which compressor each is, and what a wrong one is told."""
+"""Names of the literature: which compressor each one is, and the errors of wrong names."""
 
 import pytest
 import torch

@@ -17,7 +17,7 @@ def test_error_is_half_a_step_of_the_least_maximum(shape, dtype):
         others = [k for k in range(x.dim()) if k != d]
         maxima = x.float().amax(others, keepdim=True).expand(shape)
         least = maxima if d == 0 else torch.minimum(least, maxima)
-    # Linear's values are 1/16 apart; below the lowest one the error is at most 1/16
+    # The spacing of Linear's values is 1/16; below the lowest one the error is at most 1/16
     lowest = x.float() < least / 16
     room = torch.where(lowest, least / 16, least / 32)
     if dtype == torch.bfloat16:

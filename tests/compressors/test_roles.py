@@ -118,9 +118,9 @@ def test_trains_or_is_refused_by_name(name, role, kind):
         before = copy.deepcopy(model.state_dict())
         with pytest.raises(ValueError, match="allowed: ") as error:
             memtrain.wrap(model, optimizer, config(name, role))
-        told = str(error.value)
+        reported = str(error.value)
         known = COMPRESSORS[name].__name__
-        assert known in told or repr(name) in told
+        assert known in reported or repr(name) in reported
         assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
         assert not hasattr(model, "_memtrain")
         optimizer.step()  # is still its own

@@ -36,7 +36,7 @@ def test_sizes_are_read(text, nbytes):
     ["24 potatoes", "24G", "GiB", "", "-1GiB", -1, "1e9", "1.5", "1,5GiB", "24GiB!", "nan", "inf",
      "٣GiB", "1 2GiB"],
 )  # fmt: skip
-def test_what_is_no_size_is_told_what_is_allowed(text):
+def test_the_error_of_a_wrong_size_names_what_is_allowed(text):
     with pytest.raises(ValueError, match=r"budget=.* is not a size; allowed: .*GiB"):
         parse_size(text, "budget")
 

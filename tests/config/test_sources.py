@@ -155,7 +155,7 @@ def test_the_piecewise_family_is_what_one_bit_serves():
         ("strict=maybe", "strict: Value 'maybe' is not a valid bool"),
     ],
 )
-def test_a_value_of_the_wrong_type_is_told_with_the_right_one(override, message):
+def test_a_value_of_the_wrong_type_is_reported_with_the_right_one(override, message):
     with pytest.raises(TypeError, match=re.escape(message)) as error:
         compose([override])
     assert override in str(error.value)

@@ -1,4 +1,4 @@
-"""The studies of variants to train: each is what its name says, and what beats what is told."""
+"""The studies of variants to train: each matches its name, and the table names the best."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_volume_is_segmented():
     assert UNet3d(2)(inputs).shape == (*targets.shape, 3)
     assert set(targets.unique().tolist()) == {0, 1, 2}
     assert torch.equal(volumes(8, 4, 2, seed=0).batch("train", 0, 2)[0], inputs)
-    # Box and ball are equally bright: the mean tells them from the ground only.
+    # Box and ball are equally bright: the mean separates them from the background only.
     images, classes = volumes(16, 50, 2, seed=0).parts["train"]
     bright = [images.squeeze(1)[classes == kind].mean().item() for kind in range(3)]
     assert bright == pytest.approx([0, 1, 1], abs=0.02)
@@ -67,11 +67,11 @@ def test_what_beats_what():
         )
         for seed in range(3)
     ]
-    told = {line.split(" | ")[2]: line for line in choice.table(rows)}
-    assert told["plain"].endswith("|  |  |")
-    assert told["smaller"].endswith("| +0.0000 +- 0.2484 |  |")
-    assert told["worse"].endswith("| +0.5333 +- 0.1434 | smaller |")
-    assert told["tiny"].endswith("| +0.6333 +- 0.1434 |  |")
+    reported = {line.split(" | ")[2]: line for line in choice.table(rows)}
+    assert reported["plain"].endswith("|  |  |")
+    assert reported["smaller"].endswith("| +0.0000 +- 0.2484 |  |")
+    assert reported["worse"].endswith("| +0.5333 +- 0.1434 | smaller |")
+    assert reported["tiny"].endswith("| +0.6333 +- 0.1434 |  |")
 
 
 def test_a_study_continues_and_runs_of_several_lengths_are_separate_rows(tmp_path, capsys):

@@ -99,7 +99,7 @@ def test_parameters_that_others_were_assigned_over_are_an_error(way, steps_befor
     model.load_state_dict(state)
     train(model, optimizer)  # copied into the parameters: as ever
     model.load_state_dict(state, assign=True)
-    for _ in range(2):  # until it is mended
+    for _ in range(2):  # until it is fixed
         with pytest.raises(RuntimeError, match=r"0\.weight, .* and 1 more: in no .*assign=True"):
             train(model, optimizer)
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())

@@ -1,4 +1,4 @@
-"""Integrations do with gradients what a framework was told, or refuse; none is needed here."""
+"""Integrations follow the framework's settings for gradients, or refuse; no framework is needed."""
 
 import ast
 import copy
@@ -163,7 +163,7 @@ class Prepared(torch.optim.Optimizer):
         self.optimizer.state = state
 
 
-def test_what_is_told_of_a_prepared_optimizer_leaves_it_as_it_was():
+def test_what_is_reported_of_a_prepared_optimizer_leaves_it_as_it_was():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(32, 64)
     inner = torch.optim.AdamW(model.parameters())
     prepared, groups = Prepared(inner), [dict(group) for group in inner.param_groups]

@@ -121,7 +121,7 @@ def few(cases, first=()):
     return list(dict.fromkeys(jobs))
 
 
-def telling(cases):
+def distinct(cases):
     """Places of cases that show each type and constant of each kernel's arguments."""
     left = {
         place: {(kernel, *pair) for pair in (signature | constants).items()}
@@ -135,16 +135,16 @@ def telling(cases):
 
 
 def every(cases, first=()):
-    """All of them, and of those that tell each integer of 1 alone."""
+    """All of them, and only those that differ in integers equal to 1."""
     compiled_for = ARCHITECTURES + CARDS
     jobs = [(place, sm, "multiples") for place in range(len(cases)) for sm in compiled_for]
     jobs += [(place, 90, sizes) for place in range(len(cases)) for sizes in ("odd", "ones")]
-    return jobs + [(place, 90, one) for place in telling(cases) for one in integers(cases[place])]
+    return jobs + [(place, 90, one) for place in distinct(cases) for one in integers(cases[place])]
 
 
-def telling_of_amd(cases, first=()):
-    """Those of `telling`, each for all of AMD's cards."""
-    return [(place, card, "multiples") for place in telling(cases) for card in AMD]
+def distinct_on_amd(cases, first=()):
+    """Those of `distinct`, each for all of AMD's cards."""
+    return [(place, card, "multiples") for place in distinct(cases) for card in AMD]
 
 
 def examine(job):
@@ -162,9 +162,9 @@ def examine(job):
             return row | {"spilled": sum(map(int, counts))}
         row |= machine_code.resources(made["cubin"])
         if (architecture, sizes) == (machine_code.ARCHITECTURE, "multiples"):
-            told = pinned(name).get(index)
-            if told is not None:
-                row |= {"row": told} | machine_code.measure(told, made["cubin"], constants)
+            reported = pinned(name).get(index)
+            if reported is not None:
+                row |= {"row": reported} | machine_code.measure(reported, made["cubin"], constants)
                 row["wide"] = machine_code.wide(made["ptx"])
     except Exception as error:  # noqa: BLE001 (this case's fault; the others still run)
         return row | {"fault": f"{type(error).__name__}: {error}"}
@@ -190,7 +190,7 @@ def main(names, choose=few):
 
 
 if __name__ == "__main__":
-    ways = {"--all": every, "--amd": telling_of_amd}
+    ways = {"--all": every, "--amd": distinct_on_amd}
     names = [argument for argument in sys.argv[1:] if argument not in ways]
     chosen = [ways[argument] for argument in sys.argv[1:] if argument in ways]
     sys.exit(main(names or modules(), *chosen))

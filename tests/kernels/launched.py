@@ -59,7 +59,7 @@ def steps():
 
 
 def two(make, preset, dtype):
-    """Two steps, of which the second is settled."""
+    """Two steps, of which the second reuses the first's plan."""
     model, given = make()
     model = model.to(dtype).train()
     given = {k: x.to(dtype) if x.is_floating_point() else x for k, x in given.items()}

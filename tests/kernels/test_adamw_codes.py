@@ -81,7 +81,7 @@ def check(before, level):
                 assert same(mine[name], theirs[name]), (name, codec, a.grad.max())
 
 
-# AVX-512 has shortcuts for some maps; the others search in every map's bounds alike.
+# AVX-512 has shortcuts for some maps; the others search the bounds of every map.
 @pytest.mark.parametrize(
     ("map", "level"),
     [("DE", 0), ("DE", 1), ("DE", 2), ("Linear", 2), ("Power-2", 2), ("E2M1", 2)],

@@ -17,7 +17,7 @@ class Raced(deque):
         return seen
 
 
-def leaving():
+def in_flight():
     waited = []
     held, stream = CopiesInFlight(), SimpleNamespace(wait_event=waited.append)
     for copied in range(AT_ONCE):
@@ -26,7 +26,7 @@ def leaving():
 
 
 def test_a_stream_waits_for_each_copy_in_order():
-    held, waited = leaving()
+    held, waited = in_flight()
     held.make_room()
     assert waited == [0]
     held.clear()
@@ -36,7 +36,7 @@ def test_a_stream_waits_for_each_copy_in_order():
 
 @pytest.mark.parametrize("give", [CopiesInFlight.make_room, CopiesInFlight.clear])
 def test_what_another_thread_gives_away_meanwhile_is_passed_over(give):
-    held, waited = leaving()
+    held, waited = in_flight()
     held._held = Raced(held._held)
     give(held)
     assert waited == []

@@ -31,7 +31,7 @@ def test_encode_packs_the_worked_example(name):
         three = derivative.encode(x, [-4.0, -3.0, -2.0, -1.0, 0.0, 1.0, 2.0]).cpu()
     # 1 bit: x > -2: lanes 0, 1, 2 are not; every other position is 0 > -2 in all lanes
     assert one[0].tolist() == [0b11111000] + [255] * 31
-    # 3 bits: codes 0 2 2 4 5 5 7 7, lane 0 lowest, 24 bits in three bytes 32 apart
+    # 3 bits: codes 0 2 2 4 5 5 7 7, lane 0 lowest, 24 bits in three bytes at distances of 32
     word = sum(code << (3 * lane) for lane, code in enumerate([0, 2, 2, 4, 5, 5, 7, 7]))
     assert three[0, ::32].tolist() == [word & 255, word >> 8 & 255, word >> 16]
 

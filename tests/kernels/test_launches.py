@@ -181,7 +181,7 @@ def constants_by_place(source):
 
 
 def test_constants_are_launched_by_their_names():
-    """By their place they would not tell one binary from another (`launch_again`)."""
+    """Their position would not distinguish two binaries (`launch_again`)."""
     kernel = "def a_kernel(x_ptr, n, SIZE: tl.constexpr): 0\n"
     assert constants_by_place(f"{kernel}launch(a_kernel, (1,), x, 3, 16)") == [2]
     assert constants_by_place(f"{kernel}launch(a_kernel, (1,), x, 3, SIZE=16)") == []

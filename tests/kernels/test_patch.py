@@ -258,7 +258,7 @@ def test_error_is_that_of_the_original(activation, expected):
     x = activation(torch.randn(40_000, 4, 4, 1)).half()
     errors = (roundtrip(x).double() - x.double()).square().mean((1, 2, 3))
     noise = errors.std() / len(errors) ** 0.5
-    unit = 10.0 ** (-3 if expected > 0.1 else -4)  # of the last digit told
+    unit = 10.0 ** (-3 if expected > 0.1 else -4)  # of the last printed digit
     assert abs(errors.mean() - expected) < 4 * noise + unit / 2
 
 

@@ -1,4 +1,4 @@
-"""PTX on a CPU: instructions by hand, and that faults of a launch are told.
+"""PTX on a CPU: instructions by hand, and that faults of a launch are reported.
 
 The kernels' own tests run on it in a process where kernels compile: `MEMTRAIN_PTX=1`.
 """
@@ -269,7 +269,7 @@ def test_programs_that_meet_are_a_fault(body, said):
         run(body, programs=2)
 
 
-def test_an_unknown_instruction_is_told():
+def test_an_unknown_instruction_is_reported():
     with pytest.raises(NotImplementedError, match=r"mma\.sync"):
         run("mma.sync.aligned.m16n8k16 %r3, %r3, %r3;")
 

@@ -42,7 +42,7 @@ def twin(param):
     return copied
 
 
-def step_alike(*pairs):
+def step_equally(*pairs):
     """Step each pair's optimizer: their parameters, equal before, are equal after, and moved."""
     (first, _), *others = pairs
     start = first.detach().clone()

@@ -253,7 +253,7 @@ def _whole_state(run):
 
 
 def dies_in_step(rank, world, path):
-    """Save after two steps, tell two more, then lose a process in the middle of a backward."""
+    """Save after two steps, record two more, then lose a process in the middle of a backward."""
 
     def hook(run, die):
         run[0][1].register_forward_hook(lambda module, args, out: out.register_hook(die) and None)
@@ -487,7 +487,7 @@ def continued(rank, world):
 
 
 def replicas(rank, world):
-    """Stochastic rounding draws alike in replicas, and otherwise in each part."""
+    """Stochastic rounding draws equal bits in replicas and different ones in each part."""
     found = {}
     for name, sizes in {"replicas": (world, 1), "parts": (1, world)}.items():
         mesh = mesh_of(*sizes)

@@ -199,7 +199,7 @@ def test_wrong_options_are_refused():
         load({"release": {"accumulate": 2, "clip": "two_pass"}})
 
 
-def test_the_plan_tells_the_bytes_of_sums():
+def test_the_plan_reports_the_bytes_of_sums():
     model = nn.Linear(256, 10, bias=False)
     config = Config(gradients="release")
     config.release.accumulate = 4

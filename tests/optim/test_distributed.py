@@ -213,10 +213,10 @@ def test_nan_in_one_part_reaches_the_others_as_in_the_whole(found):
 def test_sharded_losses_follow_the_unsharded_ones(found):
     for rank in found:
         for name, (plain, whole, parts) in rank["curves"].items():
-            # Blocks begin elsewhere in parts: no more apart than the states' codes bring anyway.
+            # Blocks begin elsewhere in parts: the difference is at most that of the states' codes.
             own = max(abs(a - b) for a, b in zip(plain, whole, strict=True))
-            apart = max(abs(a - b) for a, b in zip(whole, parts, strict=True))
-            assert apart <= 2 * own, name
+            distance = max(abs(a - b) for a, b in zip(whole, parts, strict=True))
+            assert distance <= 2 * own, name
             assert parts[-1] < 0.5 * parts[0], name
 
 
@@ -244,7 +244,7 @@ def test_runs_go_on_bit_for_bit_through_torchs_own_state_dicts(found):
         assert rank["continued"] == {"balanced": [True, True], "all_four": [True, True]}
 
 
-def test_stochastic_rounding_keeps_replicas_equal_and_parts_apart(found):
+def test_stochastic_rounding_keeps_replicas_equal_and_parts_different(found):
     for rank in found:
         assert rank["replicas"] == {"replicas": True, "parts": False}
 

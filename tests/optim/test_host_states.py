@@ -310,7 +310,7 @@ def test_unwrapping_moves_all_back(cfg):
 
 @pytest.mark.parametrize("cfg", [KEPT, [*KEPT, "weights=bf16+16"]], ids=str)
 def test_a_step_that_raised_leaves_nothing_to_the_next(cfg):
-    """As in place: mended options hold, and gradients that were thrown away step nothing."""
+    """As in place: fixed options apply, and gradients that were thrown away step nothing."""
 
     def stumbled(cfg):
         model, optimizer = wrapped(cfg)

@@ -69,7 +69,7 @@ def reordered(params, optimizer):
     optimizer.state[params[0]] = state
 
 
-def counted_apart(params, optimizer):
+def counted_separately(params, optimizer):
     if "step" in optimizer.state[params[0]]:
         optimizer.state[params[0]]["step"].add_(7)  # where it is
 
@@ -81,8 +81,8 @@ def counted_as_float64(params, optimizer):
 
 
 CHANGES = [nothing, rate, without_one, transposed, moved, smaller, loaded, added, replaced]
-CHANGES += [swapped, reordered, counted_apart, counted_as_float64]
-SAME = [nothing, rate, counted_apart, reordered]
+CHANGES += [swapped, reordered, counted_separately, counted_as_float64]
+SAME = [nothing, rate, counted_separately, reordered]
 
 
 @pytest.mark.parametrize("change", CHANGES)

@@ -439,7 +439,7 @@ def test_complex_parameters_are_updated_as_their_gradients_arrive():
         assert "step" not in vars(inner)
 
 
-def test_a_stalled_run_is_told_by_its_steps_not_by_its_parameters(recwarn):
+def test_a_stalled_run_is_detected_by_its_steps_not_by_its_parameters(recwarn):
     weights = [nn.Parameter(torch.full((n,), 100.0, dtype=torch.bfloat16)) for n in (2, 9, 9, 3)]
     optimizer = ReleaseGradients(AdamW4bit(weights, lr=1e-3, weight_decay=0.0))
     for step in range(1, 17):

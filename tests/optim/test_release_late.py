@@ -84,7 +84,7 @@ def train(model, optimizer, reads, bad):
         reads.place = ""
 
 
-def told(model, optimizer):
+def reported(model, optimizer):
     found = {"skipped": optimizer.skipped, "norm": optimizer.norm}
     states = [optimizer.state.get(p, {}) for p in model.parameters()]
     return found, [*model.parameters()], states
@@ -134,7 +134,7 @@ def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, c
         train(*theirs, before, bad)
         monkeypatch.setattr(late_norms, "is_late", lambda norm: True)
         train(*ours, reads, bad)
-    assert equal([*told(*ours)], [*told(*theirs)])
+    assert equal([*reported(*ours)], [*reported(*theirs)])
     closed = options == "two_pass"
     assert before.found["backward"] >= 9  # one a parameter
     assert ours[1].skipped == (2 if bad else 0)

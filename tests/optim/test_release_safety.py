@@ -151,7 +151,7 @@ def break_off(model):
 
 
 @pytest.mark.parametrize("host", [False, True])
-def test_a_backward_that_broke_off_is_told_as_that_with_the_way_on(host):
+def test_a_backward_that_broke_off_is_reported_with_the_remedy(host):
     model = chain()
     optimizer = released(model, host)
     break_off(model)
@@ -325,7 +325,7 @@ def test_a_backward_that_breaks_off_in_a_step_is_waited_for_and_forgotten():
     assert not any(map(torch.equal, model.parameters(), before))
 
 
-def test_a_refused_option_of_released_gradients_can_be_mended():
+def test_a_refused_option_of_released_gradients_can_be_fixed():
     model, plain = chain(), chain()
     bus = Bus({p: p.shape for p in model.parameters()})
     optimizer, other = beside(model, bus), beside(plain)

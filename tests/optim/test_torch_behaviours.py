@@ -20,7 +20,7 @@ from tests.optim.behaviours import (
     fused,
     make,
     parameter,
-    step_alike,
+    step_equally,
     twin,
 )
 
@@ -49,7 +49,7 @@ def test_a_group_added_later_is_stepped(name):
     optimizer = make(name, [first])
     optimizer.step()
     optimizer.add_param_group({"params": [late], "lr": 0.05})
-    step_alike((late, optimizer), (alone, make(name, [alone], lr=0.05)))
+    step_equally((late, optimizer), (alone, make(name, [alone], lr=0.05)))
 
 
 @every
@@ -57,7 +57,7 @@ def test_maximize_is_the_step_of_the_opposite_gradient(name):
     a = parameter(80, 80)
     b = twin(a)
     b.grad = -b.grad
-    step_alike((a, make(name, [a], maximize=True)), (b, make(name, [b])))
+    step_equally((a, make(name, [a], maximize=True)), (b, make(name, [b])))
 
 
 @pytest.mark.parametrize("name", ADAMS)
@@ -65,7 +65,7 @@ def test_foreach_and_fused_are_taken(name):
     start = parameter(80, 80)
     ways = ({}, {"foreach": True}, {"fused": True}, {"foreach": False})
     params = [twin(start) for _ in ways]
-    step_alike(*((p, make(name, [p], **way)) for p, way in zip(params, ways, strict=True)))
+    step_equally(*((p, make(name, [p], **way)) for p, way in zip(params, ways, strict=True)))
 
 
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
@@ -120,13 +120,13 @@ def test_closures_and_hooks_run_once_and_in_order(name):
 
 @every
 @pytest.mark.parametrize("how", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))])
-def test_copies_go_on_alike(name, how):
+def test_copies_continue_equally(name, how):
     param = parameter(80, 80)
     optimizer = make(name, [param])
     optimizer.step()
     (other,), copied = how(([param], optimizer))
     other.grad = param.grad.clone()
-    step_alike((param, optimizer), (other, copied))
+    step_equally((param, optimizer), (other, copied))
 
 
 def test_wrap_keeps_the_states_of_complex_parameters_and_lists_them():
@@ -242,9 +242,9 @@ def test_grad_scaler_skips_infinite_steps_and_unscales_others(name):
 def test_mixed_dtypes_step_together(name):
     dtypes = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
     together = [parameter(80, 80, dtype=dtype) for dtype in dtypes]
-    apart = [twin(param) for param in together]
+    separate = [twin(param) for param in together]
     make(name, together).step()
-    for a, b in zip(together, apart, strict=True):
+    for a, b in zip(together, separate, strict=True):
         make(name, [b]).step()
         assert torch.equal(a, b)
 
@@ -283,8 +283,8 @@ def test_strides_of_the_gradient_do_not_matter(name):
     b.grad = a.grad.t().contiguous().t()
     assert b.grad.stride() != b.stride()
     pairs = [(param, make(name, [param])) for param in (a, b)]
-    step_alike(*pairs)
-    step_alike(*pairs)
+    step_equally(*pairs)
+    step_equally(*pairs)
 
 
 @fused
@@ -340,7 +340,7 @@ def test_sgd_without_momentum_is_torchs_and_has_no_states():
     a = parameter(80, 80)
     b = twin(a)
     optimizer = optim.SGD4bit([a], lr=0.1, weight_decay=0.1)
-    step_alike((b, torch.optim.SGD([b], lr=0.1, weight_decay=0.1)), (a, optimizer))
+    step_equally((b, torch.optim.SGD([b], lr=0.1, weight_decay=0.1)), (a, optimizer))
     assert state_bytes(optimizer) == 0
 
 

@@ -463,7 +463,7 @@ def test_differentiable_is_refused_by_name(name):
 
 
 @every
-def test_errors_are_told_as_torch_tells_them(name):
+def test_errors_are_those_of_torch(name):
     info = infos()[kind(name)]
     for given in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
         case = given.optimizer_error_input

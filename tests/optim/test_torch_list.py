@@ -17,7 +17,7 @@ from tests.optim.behaviours import (
     fused,
     make,
     parameter,
-    step_alike,
+    step_equally,
     twin,
 )
 
@@ -46,7 +46,7 @@ def test_parameters_given_twice(name):
     with pytest.raises(TypeError, match="set"):
         optimizer.add_param_group({"params": {parameter(5)}})
     assert len(optimizer.param_groups) == 1
-    step_alike((param, optimizer), (alone, make(name, [alone])))
+    step_equally((param, optimizer), (alone, make(name, [alone])))
 
 
 @every
@@ -71,7 +71,7 @@ def test_deep_copied_groups_make_another_optimizer(name):
     own.grad = param.grad.clone()
     other = make(name, groups)
     assert own is not param
-    step_alike((param, optimizer), (own, other))
+    step_equally((param, optimizer), (own, other))
     assert other.param_groups[0]["lr"] == 0.05
 
 
@@ -110,7 +110,7 @@ def test_a_learning_rate_of_several_elements_is_refused(name):
         make(name, [param], lr=torch.tensor([0.1, 0.2]))
     optimizer = make(name, [param], lr=torch.tensor([0.1]))
     other = twin(param)
-    step_alike((param, optimizer), (other, make(name, [other], lr=float(torch.tensor(0.1)))))
+    step_equally((param, optimizer), (other, make(name, [other], lr=float(torch.tensor(0.1)))))
 
 
 @fused

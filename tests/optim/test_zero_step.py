@@ -117,7 +117,7 @@ def corrections(kept):
 
 
 def test_the_step_after_it_is_clipped_by_its_own_norms():
-    """As every first one under `previous`: the norm of a step without gradients tells nothing."""
+    """As every first one under `previous`: the norm of a step without gradients says nothing."""
     found = []
     for asked in (False, True):
         model, optimizer = made("SGD", "keep", True)

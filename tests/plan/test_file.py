@@ -192,7 +192,7 @@ def test_a_plan_of_another_model_names_the_sites_that_do_not_exist(tmp_path):
     assert type(optimizer) is torch.optim.AdamW
 
 
-def test_ops_that_do_not_exist_are_named_where_a_batch_tells():
+def test_ops_that_do_not_exist_are_named_where_a_batch_shows_it():
     text = HEAD + "activations:\n  sites:\n    1 / gelo / input: keep\n"
     with pytest.raises(ValueError, match="1 / gelo / input"):
         planned(file.loads(text))

@@ -79,13 +79,13 @@ CAUSES = {
 
 
 @pytest.mark.parametrize("how", CAUSES)
-def test_each_cause_is_told_once_with_bytes_reason_and_mend(how):
-    with pytest.warns(RuntimeWarning, match=CAUSES[how]) as told:
+def test_each_cause_is_reported_once_with_bytes_reason_and_remedy(how):
+    with pytest.warns(RuntimeWarning, match=CAUSES[how]) as reported:
         step(how, {})
-    assert len([one for one in told if "strict" in str(one.message)]) == 1
+    assert len([one for one in reported if "strict" in str(one.message)]) == 1
 
 
-def test_modules_in_a_compiled_graph_are_not_run_again_which_is_told():
+def test_modules_in_a_compiled_graph_are_not_recomputed_and_reported():
     model = Net("plain")
     model.compile(backend="aot_eager")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
@@ -138,13 +138,13 @@ def test_strict_it_is_an_error_before_anything_is_changed(how, preset):
         ("custom Function", {"preset": "fewbit3"}),
     ],
 )
-def test_what_was_not_asked_for_is_not_told(how, cfg):
+def test_what_was_not_asked_for_is_not_reported(how, cfg):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         step(how, {**cfg, "strict": True}, preset=cfg.get("preset", "balanced"))
 
 
-def test_an_exception_that_matches_nothing_is_told_once():
+def test_an_exception_that_matches_nothing_is_reported_once():
     rules = [{"op": "linaer"}, {"op": "gelu"}, {"module": "h.0.*", "tensor": "input"}]
     with pytest.warns(
         RuntimeWarning, match=r"no saved tensor .*: activations\.exceptions\.0: op=linaer;"

@@ -125,8 +125,8 @@ def test_the_proposed_plan_is_one_that_wrap_takes_and_files_hold(proxy, tmp_path
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-    settled = {entry.site: entry.planned for entry in memtrain.plan_of(model).entries("activation")}
-    assert settled == {entry.site: entry.planned for entry in plan.entries("activation")}
+    planned = {entry.site: entry.planned for entry in memtrain.plan_of(model).entries("activation")}
+    assert planned == {entry.site: entry.planned for entry in plan.entries("activation")}
 
 
 @pytest.mark.nightly

@@ -31,7 +31,7 @@ def wrapped(model, activations=None, **fields):
 
 
 def saved(model, x):
-    """Bytes alive between a forward and its backward, outputs and inputs apart."""
+    """Bytes alive between a forward and its backward, outputs and inputs separately."""
     model(x)  # records the sites
     return saved_nbytes(lambda: model(x), exclude=[x, *model.parameters(), *model.buffers()])[0]
 

@@ -146,7 +146,7 @@ def test_a_model_without_a_gemm_is_refused():
         graph_of(nn.LayerNorm(8), torch.ones(2, 8))
 
 
-def test_in_place_functions_are_told_by_their_names():
+def test_in_place_functions_are_found_by_their_names():
     found = ("add_", "__iadd__", "__setitem__", "__invert__", "__add__", "relu")
     assert [writes(name, {}) for name in found] == [True, True, True, False, False, False]
     assert writes("relu", {"inplace": True})

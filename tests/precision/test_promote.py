@@ -190,11 +190,11 @@ def test_overflows_of_two_devices_are_read_from_each(monkeypatch):
 
     monkeypatch.setattr(torch, "stack", one_device)
     state = PrecisionState(Precision())
-    told = []
-    monkeypatch.setattr(state, "promote", told.append)
+    reported = []
+    monkeypatch.setattr(state, "promote", reported.append)
     scaler = LossScaler(state)
     scaler.count_overflows("a", torch.tensor(3), 10)
     scaler.count_overflows("b", torch.tensor(4).as_subclass(Elsewhere), 10)
     scaler.count_overflows("c", torch.tensor(5), 10)
     scaler._end_backward()
-    assert told == [{"a": 0.3, "b": 0.4, "c": 0.5}]
+    assert reported == [{"a": 0.3, "b": 0.4, "c": 0.5}]

@@ -172,7 +172,7 @@ def test_evaluation_is_rounded_as_training_is():
         assert torch.equal(model(x), training)
 
 
-def test_a_first_forward_in_evaluation_settles_what_training_computes():
+def test_a_first_forward_in_evaluation_decides_as_training_does():
     model = nn.Sequential(nn.Linear(32, 64), nn.Dropout(0.5), nn.Linear(64, 10)).eval()
     model, _ = wrapped(model)
     with torch.no_grad():
@@ -360,7 +360,7 @@ def test_models_that_cannot_be_rounded_are_refused():
         model(data()[0])
 
 
-@pytest.mark.parametrize("when", ["before", "wrapped", "settled"])
+@pytest.mark.parametrize("when", ["before", "wrapped", "later"])
 def test_parts_compiled_in_place_are_refused_by_name_whenever_it_is_done(when):
     model, (x, _) = mlp(), data()
     hooks = len(model._forward_pre_hooks)
@@ -371,7 +371,7 @@ def test_parts_compiled_in_place_are_refused_by_name_whenever_it_is_done(when):
         assert len(model._forward_pre_hooks) == hooks
         return
     wrapped(model)
-    if when == "settled":
+    if when == "later":
         model(x)
     model[2].compile(backend="eager")
     with pytest.raises(ValueError, match="precision: 2 is compiled"):
@@ -395,12 +395,12 @@ def test_a_compiled_function_inside_is_refused_not_left_unrounded():
 
 
 @pytest.mark.filterwarnings("ignore:Dynamo does not know how", "ignore:The .grad attribute")
-@pytest.mark.parametrize("settled", [False, True], ids=["first", "settled"])
-def test_compiling_a_wrapped_model_is_an_error_and_disabling_works(settled):
+@pytest.mark.parametrize("later", [False, True], ids=["first", "later"])
+def test_compiling_a_wrapped_model_is_an_error_and_disabling_works(later):
     x, _ = data()
     torch._dynamo.reset()
     model, _ = wrapped(mlp())
-    if settled:
+    if later:
         model(x)
     with pytest.raises(RuntimeError, match=r"rounded op by op, which torch\.compile.*hide"):
         torch.compile(model, backend="eager")(x)

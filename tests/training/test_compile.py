@@ -144,9 +144,9 @@ def test_a_compiled_transformers_model_is_predicted_and_resumes(tmp_path, op_by_
     screen = io.StringIO()
     straight = Session(from_mapping(compose(given)), console=Console(file=screen, width=200))
     straight.train()
-    told = screen.getvalue()
-    assert "wrapped: promised peak" in told
-    assert "measured" in told.partition("wrapped: promised peak")[2]
+    reported = screen.getvalue()
+    assert "wrapped: promised peak" in reported
+    assert "measured" in reported.partition("wrapped: promised peak")[2]
     resumed = broken_off(Session(from_mapping(compose(given))), 3)
     resumed.train()
     assert losses(resumed) == losses(straight)

@@ -205,7 +205,7 @@ def test_rows_do_not_depend_on_the_part_that_reads_them(made, folders):
 
 
 def test_a_row_that_comes_late_is_in_the_promise(made, tmp_path, monkeypatch):
-    """Of ragged rows the longest is foretold, and told if it does not fit; others take less."""
+    """The prediction is that of the longest row, with a warning if it does not fit."""
     monkeypatch.setattr(forecast, "available_bytes", lambda device, used: 2**17)
     lines = [{"text": "the fox " * n} for n in (2, 3, 2, 3, 24, 2, 3, 2)]
     data = records(tmp_path / "late.jsonl", *lines)
@@ -232,7 +232,7 @@ def own_model():
 
 
 def falls(session):
-    """Train, and see the promise kept and what was held out foretold better."""
+    """Train: the measured peak is the predicted one, and the held-out loss falls."""
     summary = session.train()["wrapped"]
     promised, measured = session._forecasts["wrapped"], summary["bytes"]["peak"]
     assert abs(promised - measured) < max(0.03 * measured, 2 * 2**20)

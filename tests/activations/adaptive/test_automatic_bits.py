@@ -355,7 +355,7 @@ def test_measuring_changes_nothing_of_the_users(fails):
     assert interception.saved.draws == {}
 
 
-def test_a_closure_without_backward_is_told():
+def test_a_closure_without_backward_is_reported():
     model, _, _ = wrapped()
     with pytest.raises(ValueError, match="left no gradient"):
         memtrain.adapter(model).step(lambda: model(torch.randn(64, 64)))

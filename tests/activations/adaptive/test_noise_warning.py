@@ -45,10 +45,12 @@ def test_the_warning_names_the_worst_sites(bits, noisy):
     if not noisy:
         assert memtrain.verify(model, batch, cfg).warning == ""
         return
-    with pytest.warns(UserWarning, match="of the gradient's variance from batch to batch") as told:
+    with pytest.warns(
+        UserWarning, match="of the gradient's variance from batch to batch"
+    ) as reported:
         found = memtrain.verify(model, batch, cfg, per_site=True)
     worst = max(found.sites, key=lambda site: site.variance)
-    assert f"most of it from {worst.name} (" in str(told[0].message)
+    assert f"most of it from {worst.name} (" in str(reported[0].message)
     # halves of a batch estimate the variance of its gradient: against 200 batches
     gradients = []
     for seed in range(1, 201):

@@ -37,7 +37,7 @@ MODELS = {
 }
 
 
-def told(preset, name):
+def reported(preset, name):
     torch.manual_seed(0)
     model, x = MODELS[name](), torch.randn(2, 32, 64)
     optimizer = torch.optim.SGD(model.parameters())
@@ -68,4 +68,4 @@ def spent():
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(told(*sys.argv[1:])) + "\n")
+    sys.stdout.write(json.dumps(reported(*sys.argv[1:])) + "\n")

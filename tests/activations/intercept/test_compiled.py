@@ -147,7 +147,7 @@ quick = {"torch.compile", "each block"}
 @pytest.mark.parametrize(
     "how", [pytest.param(w, marks=[] if w in quick else pytest.mark.nightly) for w in WAYS]
 )
-def test_compiled_in_any_way_the_plan_tells_what_is_held(how):
+def test_the_plan_reports_what_every_way_of_compiling_saves(how):
     model, x = Model(blocks=3 if how == "each block" else 1), tokens()
     plain = copy.deepcopy(model)
     expected = torch.compile(plain, backend=BACKEND)(x)
@@ -236,7 +236,7 @@ def test_the_exact_twin_has_the_compiled_models_gradients():
 
 
 @pytest.mark.nightly
-def test_plans_of_models_that_share_their_code_are_told_apart():
+def test_plans_of_models_that_share_their_code_are_distinguished():
     x, sizes = tokens(), []
     models = [Model(), *(wrapped(Model(), preset)[0] for preset in ("balanced", "smallest"))]
     runs = [torch.compile(model, backend=BACKEND) for model in models]
@@ -326,7 +326,7 @@ class Stacks(nn.Module):
 @pytest.mark.nightly
 @pytest.mark.parametrize("budget", [0.2, 0.0])
 @pytest.mark.parametrize("how", ["torch.compile", "each block", "a function"])
-def test_backwards_that_compress_round_anew_each_time_and_alike_when_resumed(how, budget):
+def test_backwards_that_compress_round_anew_each_time_and_equally_when_resumed(how, budget):
     plain, x = Stacks(), torch.randn(256, 64)
 
     def start():
@@ -662,7 +662,7 @@ def test_replicas_and_shards_are_compressed(how, tmp_path):
     assert (gathered in result["kept"]) == (how == "fsdp")
 
 
-# -- what stays as it is, and is told ----------------------------------------------------------
+# -- what is kept, and reported ----------------------------------------------------------
 
 
 class Valued(Group):
@@ -674,7 +674,7 @@ class Valued(Group):
         return super().compress(x, key=key)
 
 
-def told(run):
+def reported(run):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
@@ -690,18 +690,18 @@ def a_step(model, optimizer, x):
 
 
 @pytest.mark.nightly
-def test_a_compressor_that_cannot_be_traced_is_told(monkeypatch):
+def test_a_compressor_that_cannot_be_traced_is_reported(monkeypatch):
     monkeypatch.setitem(COMPRESSORS, "valued", Valued)
     rules = [{"op": "linear", "compressor": {"name": "valued", "bits": 4}}]
     model, optimizer = wrapped(Model(), {"activations": {"exceptions": rules}})
-    text = told(a_step(model, optimizer, tokens()))
+    text = reported(a_step(model, optimizer, tokens()))
     assert "kept 256.00 KiB, its compressor has no form on tensors without data" in text
 
 
-def test_another_torch_whose_inside_is_not_this_ones_is_told(monkeypatch):
+def test_another_torch_with_other_internals_is_reported(monkeypatch):
     monkeypatch.setattr(compiler_internals, "is_supported", lambda: False)
     model, optimizer = wrapped(Model())
-    text = told(a_step(model, optimizer, tokens()))
+    text = reported(a_step(model, optimizer, tokens()))
     assert "whose graphs this version of torch keeps to itself" in text
 
 

@@ -240,7 +240,7 @@ def test_what_was_compiled_and_trained_before_wrap_is_compiled_anew(parts):
     assert len(sites) == (3 if parts else 1)  # two GELUs and the second block's input
 
 
-def test_a_graph_of_an_equal_module_that_is_plain_is_told_with_its_mend():
+def test_a_graph_of_an_equal_module_that_is_uncompressed_is_reported_with_its_remedy():
     def make():
         return torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=BACKEND)
 

@@ -47,7 +47,7 @@ def gradient(name, fill, preset, compiled):
     if preset is not None:
         run, _ = wrap(run, torch.optim.SGD(model.parameters(), lr=0.1), preset)
     grads = []
-    for _ in range(3):  # settled choices, too
+    for _ in range(3):  # cached decisions, too
         model.zero_grad()
         run(x, y).backward()
         grads.append(model.head.weight.grad.clone())
@@ -85,7 +85,7 @@ def test_gradients_err_no_more_than_without_a_mask(name, compiled):
 
 
 class Levels(nn.Module):
-    """Rows far apart: of each, logsumexp's backward asks the differences alone."""
+    """Rows of very different size: logsumexp's backward reads only the differences within a row."""
 
     def __init__(self, dim):
         super().__init__()
@@ -99,7 +99,7 @@ class Levels(nn.Module):
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dim", [0, 1, (0,), (0, 1), -1])
-def test_rows_far_apart_are_not_cut_by_each_other(dim, compiled):
+def test_rows_of_different_size_do_not_cut_each_other(dim, compiled):
     torch.manual_seed(0)
     x, levels = torch.randn(ROWS, 48), 30.0 * torch.arange(ROWS)[:, None]
     levels = levels if dim in (1, -1) else levels[:64].T

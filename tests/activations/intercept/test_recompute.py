@@ -120,7 +120,7 @@ def test_only_the_inputs_are_kept():
     assert abs(after - sum(row.planned for row in rows)) <= 64
 
 
-def test_the_audit_tells_it():
+def test_the_audit_reports_it():
     model = make()
     cfg = config(["h.*"], KEEP)
     report = memtrain.audit(model, torch.optim.AdamW(model.parameters()), X, cfg)
@@ -205,7 +205,7 @@ def groups(bits):
 
 
 class Own(nn.Module):
-    """Checkpoints its blocks itself, each with a mask of numbers far apart."""
+    """Checkpoints its blocks itself, each with a mask of very different numbers."""
 
     def __init__(self, reentrant):
         super().__init__()

@@ -120,9 +120,9 @@ class _Seen(torch.overrides.TorchFunctionMode):
 
 
 def samples(dtype):
-    """Numbers on both sides of every kink, and the kinks themselves."""
-    kinks = torch.tensor([0.0, -0.0, 0.1, -0.3, 0.3, -0.7, 3.0, -3.0, 6.0, 1.5])
-    return torch.cat([torch.linspace(-8, 8, 501), kinks]).to(dtype)
+    """Numbers on both sides of every non-differentiable point, and the points."""
+    points = torch.tensor([0.0, -0.0, 0.1, -0.3, 0.3, -0.7, 3.0, -3.0, 6.0, 1.5])
+    return torch.cat([torch.linspace(-8, 8, 501), points]).to(dtype)
 
 
 def replaced(call, x, grad):
@@ -144,11 +144,11 @@ def check(call, x):
     function, parameters = codes[0].function, codes[0].parameters
     if function in EXACT:
         exact = torch.autograd.grad(expected, twin, grad)[0]
-        # A kink that float32 does not hold is elsewhere in float64.
+        # A point that float32 does not represent is elsewhere in float64.
         sure = torch.ones_like(x, dtype=torch.bool)
         if x.dtype == torch.float64:
-            for kink in parameters:
-                sure &= (x.abs() - abs(kink)).abs() > 2**-22 * abs(kink)
+            for point in parameters:
+                sure &= (x.abs() - abs(point)).abs() > 2**-22 * abs(point)
         assert torch.equal(dx[sure], exact[sure])
     step = DerivativeCode(bits=4, function=function, parameters=parameters).table()
     level = torch.from_numpy(np.asarray(step(x.float().double().numpy())))
@@ -363,7 +363,7 @@ def test_what_autocast_runs_in_float32_stays_so(as_on_cuda, name, compressor):
         on_saved=lambda records: None,
     )
     interception.attach()
-    ours = [run() for _ in range(3)]  # the first forward records, the second settles
+    ours = [run() for _ in range(3)]  # the first forward records, the second reuses
     interception.detach()
     for y, found in ours:
         assert y.dtype == exact.dtype == torch.float32

@@ -161,7 +161,7 @@ ONE_PASS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_one_pass_is_the_composition(name, dtype, monkeypatch):
     """Rows of whole groups are normalised and quantised in one pass. Statistics differ by their
-    rounding, and x_hat is not rounded to the dtype first: codes may be one step apart."""
+    rounding, and x_hat is not rounded to the dtype first: codes may differ by one."""
     plain, ours = ONE_PASS[name]
     compressor = Group(bits=8, bounds="fp32", rounding="nearest")
     module = copy.deepcopy(plain).to(dtype)
@@ -264,7 +264,7 @@ def test_a_large_mean_costs_no_precision():
     ):
         hooked = module(x)
     (theirs,) = torch.autograd.grad(hooked, x, grad)
-    # Around 3,000 bfloat16 numbers are 16 apart; the 256 values of a group span less than 8.
+    # Around 3,000 the spacing of bfloat16 is 16; the 256 values of a group span less than 8.
     assert 2 * (ours - exact).norm() < (theirs - exact).norm()
 
 

@@ -187,7 +187,7 @@ def quality(draws, exact, rounding=0.0):
 
 
 def unbiased(draw, exact, rounding):
-    """Whether the mean draw is the exact gradient, as far as up to 256 draws can tell.
+    """Whether the mean draw is the exact gradient, as far as up to 256 draws can show.
 
     Args:
         draw: Called for each draw; returns a vector.
@@ -234,11 +234,11 @@ def judge(baseline, mine, draw, rounding=0.0, slack=None):
     Returns:
         `equal`: to the bit. `unbiased`: the mean draw is the exact gradient. `second order`: its
         bias is no more than the square of a small noise, as of a backward that is smooth in what
-        is quantised. `code`: within `slack`. `error`: both fail alike. Else what is wrong.
+        is quantised. `code`: within `slack`. `error`: both fail equally. Else what is wrong.
     """
     if baseline.error or mine.error:
-        alike = baseline.error == mine.error
-        return Verdict("error" if alike else "another error", f"{mine.error}: {mine.message[:200]}")
+        equal = baseline.error == mine.error
+        return Verdict("error" if equal else "another error", f"{mine.error}: {mine.message[:200]}")
     if not all_same(mine.values, baseline.values):
         return Verdict("another value")
     if all_same(mine.grads, baseline.grads):

@@ -110,7 +110,7 @@ def _behind(x):
 
 
 def steps_of(op, dtype, count, form="function"):
-    """Calls of an op: tensors alike and other arguments not, as far as it has such samples.
+    """Calls of an op: equal tensors and different other arguments, as far as it has such samples.
 
     Args:
         op: Of torch's database.
@@ -126,7 +126,7 @@ def steps_of(op, dtype, count, form="function"):
             function, (sample.input, *sample.args), sample.kwargs, sample.output_process_fn_grad
         )
         groups[call.signature].append(call)
-    ordered = sorted(groups.values(), key=len, reverse=True)  # the most alike go first
+    ordered = sorted(groups.values(), key=len, reverse=True)  # the largest group goes first
     # up to half of the steps from the largest group, the others from all groups in turn
     first, rest = ordered[0], ordered[1:]
     chosen = first[: max(count // 2, count - sum(map(len, rest)))]
@@ -242,6 +242,6 @@ def modules(dtype):
 
 
 def full_name(op):
-    """A name by which pytest's ids tell ops apart."""
+    """A unique name for pytest's ids."""
     variant = getattr(op, "variant_test_name", "")
     return f"{op.name}.{variant}" if variant else op.name

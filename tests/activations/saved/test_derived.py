@@ -156,7 +156,7 @@ def test_what_a_kernel_wrote_to_is_not_derived(kernel):
     model, x = Model(), torch.randn(8, 32, 64)
     exact = gradients(model, x)
     attached(model, lambda site: GROUP)
-    for _ in range(3):  # settled ones, too
+    for _ in range(3):  # cached decisions, too
         found = gradients(model, x)
     for a, b in zip(found, exact, strict=True):
         assert cosine(a, b) > 0.999

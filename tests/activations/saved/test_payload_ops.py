@@ -37,7 +37,7 @@ def codes(forwards, graph, places):
     return torch.stack([found[place] for place in sorted(places)])
 
 
-def test_runs_of_a_graph_round_alike_in_any_order_and_count_once():
+def test_runs_of_a_graph_round_equally_in_any_order_and_count_once():
     graph, other = payload_ops.graph_number(), payload_ops.graph_number()
     runs = []
     for order in ([0, 1, 2], [2, 0, 1]):

@@ -28,8 +28,8 @@ def test_saved_tensors_and_peaks_are_predicted_as_they_are():
     model, optimizer = memtrain.wrap(model, optimizer, "balanced")
     model(x).backward()
     assert predicted == memtrain.plan_of(model).entries("activation")
-    for told, seen in (
+    for reported, seen in (
         (report.timeline, report.measured),
         (report.planned_timeline, report.planned_measured),
     ):
-        assert abs(told.peak.nbytes - seen.peak.nbytes) <= 0.03 * seen.peak.nbytes
+        assert abs(reported.peak.nbytes - seen.peak.nbytes) <= 0.03 * seen.peak.nbytes

@@ -152,7 +152,7 @@ def test_a_workspace_follows_the_devices_capability_and_the_environment(monkeypa
     assert forward(capability=(9, 0)) == forward() == (16 * 8 + 4096 * 2) * 1024
 
 
-class Dropping(nn.Module):
+class Dropout(nn.Module):
     """Drops in a module and in its own code."""
 
     def __init__(self):
@@ -165,7 +165,7 @@ class Dropping(nn.Module):
 
 @pytest.mark.parametrize("rules", [[], [{"op": "dropout", "compressor": "keep"}]], ids=str)
 def test_what_is_computed_again_saves_what_it_saved_at_first(rules):
-    model = nn.Sequential(Dropping(), Dropping())
+    model = nn.Sequential(Dropout(), Dropout())
     optimizer = torch.optim.SGD(model.parameters())
     activations = {"exceptions": rules, "recompute": ["*"]}
     config = {"preset": "balanced", "activations": activations}

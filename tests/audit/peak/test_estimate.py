@@ -26,7 +26,7 @@ def tokens(*shape):
 
 
 def same(predicted, measured):
-    """Whether all bytes are the same, and those of each part that an allocator can tell.
+    """Whether all bytes are the same, and those of each part that an allocator can distinguish.
 
     A Python number that an op is given is a tensor of 8 bytes, and cast 4 more: no mode sees them.
     """

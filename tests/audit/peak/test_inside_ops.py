@@ -89,7 +89,7 @@ def test_an_op_holds_inside_what_it_declares(name, dense):
         assert declared == pytest.approx(allocated, rel=0.03, abs=BLOCK), func
 
 
-def test_many_samples_hold_what_a_few_of_them_tell(monkeypatch):
+def test_many_samples_save_what_a_few_of_them_predict(monkeypatch):
     run = conv(32, 64, 3, 2, padding=1, x=r(24, 32, 32, 32))
     monkeypatch.setattr(held_inside_module, "SAMPLE", 7 * 4 * 32 * 32 * 32)
     torch.set_num_threads(1)

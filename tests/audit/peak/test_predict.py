@@ -238,7 +238,7 @@ def test_what_is_swapped_out_leaves_the_device(inner):
     for device, held in (("cpu", 8), ("cuda", 2)):  # of the batch nothing is saved but itself
         moments = predict(model, optimizer, batch, cfg, StepOptions(device=device)).moments
         phases = {m.phase: m.parts.get("saved activations", 0) for m in reversed(moments)}
-        assert phases["backward"] // one == held  # two payloads are leaving, on CUDA
+        assert phases["backward"] // one == held  # two payloads are being offloaded, on CUDA
         assert phases["step"] == 0
 
 
@@ -424,24 +424,24 @@ def most_temporaries(model, batch, device, phase):
 
 
 @pytest.mark.parametrize(("device", "size"), [(None, "_PIECE"), ("cuda", "_PIECE_CUDA")])
-def test_pieces_of_a_cross_entropy_are_told_by_few(device, size, monkeypatch):
-    """All pieces but the first and the last two are alike: peaks and bytes are those of all."""
+def test_pieces_of_a_cross_entropy_are_predicted_from_few(device, size, monkeypatch):
+    """All pieces but the first and the last two are equal: peaks and bytes are those of all."""
     model = with_loss(1000, nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 512))
     optimizer = torch.optim.AdamW(model.parameters())
     options = StepOptions(loss=lambda y: y, device=device)
     monkeypatch.setattr(cross_entropy, size, 64 * 512)  # 64 rows, the last ones 40
 
-    def told():
+    def reported():
         timeline = predict(model, optimizer, torch.ones(1000, 32), "balanced", options)
         saved = [m.parts.get("saved activations", 0) for m in timeline.moments]
         forward = [m.nbytes for m in timeline.moments if m.phase == "forward"]
         return timeline.peak, max(saved), max(forward)
 
-    few = told()
+    few = reported()
     monkeypatch.setattr(cross_entropy, "_differing", range)
-    assert few == told()
+    assert few == reported()
     monkeypatch.setattr(cross_entropy, size, 1000 * 512)
-    assert few[-1] < told()[-1] - 2**20  # a log-softmax of 2 MB
+    assert few[-1] < reported()[-1] - 2**20  # a log-softmax of 2 MB
 
 
 def test_a_cuda_step_takes_logits_by_eighths_at_most(monkeypatch):

@@ -28,7 +28,7 @@ class Selecting(nn.Linear):
         return y[(y.detach() > 0).nonzero()[:, 0]]
 
 
-class Leaving(nn.Linear):
+class Returning(nn.Linear):
     def forward(self, x):
         return super().forward(x) * float(x.numpy().sum())
 
@@ -38,7 +38,7 @@ class Leaving(nn.Linear):
     [
         (Branching, "_local_scalar_dense"),
         (Selecting, "nonzero"),
-        (Leaving, "numpy"),
+        (Returning, "numpy"),
     ],
 )
 def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, match):
@@ -110,7 +110,7 @@ def test_other_threads_log_what_they_do_on_fake_tensors_meanwhile_and_after(capl
     assert caplog.messages == ["meanwhile", "after"]
 
 
-def test_a_measured_audit_tells_all_but_what_needs_fake_tensors():
+def test_a_measured_audit_reports_all_but_what_needs_fake_tensors():
     model = Branching(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
     report = audit(model, optimizer, torch.ones(2, 64), "balanced", peak=True, measure=True)

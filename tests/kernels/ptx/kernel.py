@@ -42,8 +42,8 @@ class Kernel:
     Args:
         program: What it executes.
         shared: Bytes of shared memory of a program of a grid.
-        seed: Moves what approximate instructions give, each time alike, by at most as many units in
-            the last place as a device may be off; None: they are right to the last bit.
+        seed: Moves what approximate instructions give, equally each time, by at most as many units
+            in the last place as a device may be off; None: they are right to the last bit.
     """
 
     def __init__(self, program: Program, shared: int = 0, seed: int | None = None) -> None:
