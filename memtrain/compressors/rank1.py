@@ -8,7 +8,6 @@ from torch import Tensor
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.compressors.codebook import CodebookCompressor, why_blocks
 from memtrain.kernels.codebook import rank1
-from memtrain.kernels.codebook.quantize import quantize_matrix
 from memtrain.kernels.step.shard import Shard, all_reduce, of_maxima
 
 
@@ -71,8 +70,7 @@ class Rank1(CodebookCompressor):
             return self.compress(x, key=key)
         scale = rank1.maxima(x)
         all_reduce(of_maxima(scale, x.shape, shard), "max")
-        row, col = rank1.inverses(scale, x.shape)
-        codes = quantize_matrix(x, row, col, self._codebook(), self._seed(key))
+        codes = rank1.encode(x, scale, self._codebook(), self._seed(key))
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:

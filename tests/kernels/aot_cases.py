@@ -40,15 +40,13 @@ def dequantize(bits, dtype, size=256, *, wide=False):
 
 
 def book(bits, size, dtype=None, **more):
-    names = ("row_ptr", "col_ptr", "values_ptr", "scale_ptr")
-    signature = dict.fromkeys(names, "*fp32") | {"codes_ptr": "*u8"}
-    integer = "i64" if more.setdefault("BIG", False) else "i32"
-    signature |= {"n": integer, "cols": "i32", "n_blocks": "i32"}
-    constants = {"BITS": bits, "WIDTH": size // 8, "LONG": True} | EXACT | group.tile(size) | more
+    signature = dict.fromkeys(("values_ptr", "scale_ptr"), "*fp32") | {"codes_ptr": "*u8"}
+    signature |= {"n": "i32", "n_blocks": "i32"}
+    constants = {"BITS": bits, "WIDTH": size // 8} | EXACT | group.tile(size) | more
     if dtype is None:
         return codebook._dequantize_kernel, signature | {"out_ptr": "*fp32"}, constants
     signature |= {"x_ptr": dtype, "bounds_ptr": "*fp32", "seed": "i64"}
-    constants |= {"SIGNED": not constants["MATRIX"]}
+    constants |= {"SIGNED": not constants["SCALED"]}
     return codebook._quantize_kernel, signature, constants
 
 
@@ -161,15 +159,11 @@ CASES = {
         dequantize(3, "*fp32", 16384),
     ],
     "codebook.quantize_triton": [
-        *(book(bits, 256, "*fp32", MATRIX=False, STOCHASTIC=bits != 8) for bits in WIDTHS),
-        *(book(bits, 128, "*bf16", MATRIX=True, STOCHASTIC=bits == 4) for bits in (4, 8)),
-        book(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, LONG=False),
-        book(4, 128, "*fp32", MATRIX=True, STOCHASTIC=False, BIG=True),
-        book(8, 2048, "*fp16", MATRIX=False, STOCHASTIC=True),
-        *(book(bits, 256, MATRIX=False) for bits in WIDTHS),
-        *(book(bits, 128, MATRIX=True) for bits in (4, 8)),
-        book(4, 128, MATRIX=True, LONG=False),
-        book(4, 128, MATRIX=True, BIG=True),
+        *(book(bits, 256, "*fp32", SCALED=False, STOCHASTIC=bits != 8) for bits in WIDTHS),
+        *(book(bits, 128, "*fp32", SCALED=True, STOCHASTIC=bits == 4) for bits in (4, 8)),
+        book(8, 2048, "*fp16", SCALED=False, STOCHASTIC=True),
+        *(book(bits, 256, SCALED=False) for bits in WIDTHS),
+        *(book(bits, 128, SCALED=True) for bits in (4, 8)),
     ],
     "derivative.derivative_triton": [
         *(

@@ -12,8 +12,8 @@ from memtrain.kernels.codebook.quantize import (
     dequantize_blocks_reference,
     quantize_blocks,
     quantize_blocks_reference,
-    quantize_matrix,
-    quantize_matrix_reference,
+    quantize_scaled,
+    quantize_scaled_reference,
 )
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.dispatch import backend
@@ -96,21 +96,6 @@ def test_rank1_equals_the_reference(name, seed, case):
         assert torch.equal(codes, want[0])
         assert torch.equal(scale, want[1])
         assert torch.equal(back, rank1.dequantize_reference(*want, case, shape))
-
-
-@pytest.mark.parametrize("cols", [17, 150])
-def test_triton_places_are_those_of_64_bits(cols, monkeypatch):
-    """Matrices of 2**31 elements take int64."""
-    triton = pytest.importorskip("memtrain.kernels.codebook.quantize_triton")
-    plain, case, x = triton.launch, Codebook("Linear", 4, False), torch.rand(9, cols)
-    big = lambda *given, **options: plain(*given, **options | {"BIG": True})  # noqa: E731
-    monkeypatch.setattr(triton, "launch", big)
-    with backend("triton"):
-        codes, scale = rank1.quantize(x, case)
-        back = rank1.dequantize(codes, scale, case, shape=x.shape)
-    want = rank1.quantize_reference(x, case, None)
-    assert torch.equal(codes, want[0])
-    assert torch.equal(back, rank1.dequantize_reference(*want, case, x.shape))
 
 
 @pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
@@ -224,11 +209,10 @@ def test_other_dtypes_and_strides_are_converted(name, dtype):
     x = torch.randn(20, 30).to(dtype).t()
     case = Codebook("DE", 8, True)
     want = quantize_blocks_reference(x.float().contiguous(), case, 128, 3)
-    side = (torch.full((30,), 0.25), torch.zeros(20))
-    also = quantize_matrix_reference(x.float(), *side, case, 3)
+    also = quantize_scaled_reference(x.float(), case, 3)
     with backend(name):
         got = quantize_blocks(x, case, block_size=128, seed=3)
-        same = quantize_matrix(x, *side, case, 3)
+        same = quantize_scaled(x, case, 3)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert torch.equal(same, also)
@@ -239,10 +223,9 @@ def test_other_dtypes_and_strides_are_converted(name, dtype):
 def test_what_is_beyond_all_values_is_the_last_one(name, case):
     x = torch.rand(2, 128) / 2
     x[0, 3], x[0, 5], x[1, 7], x[1, 9] = math.inf, -math.inf, 3.0, -3.0
-    side = (torch.ones(2), torch.ones(128))
     with backend(name):
-        codes = quantize_matrix(x, *side, case, 5)
-    assert torch.equal(codes, quantize_matrix_reference(x, *side, case, 5))
+        codes = quantize_scaled(x, case, 5)
+    assert torch.equal(codes, quantize_scaled_reference(x, case, 5))
     values, found = case.values(torch.device("cpu")), bitpack.unpack(codes, case.bits).view(2, 128)
     assert found[0, 3] == found[1, 7] == len(values) - 1
     assert found[0, 5] == found[1, 9] == 0

@@ -57,10 +57,6 @@ BOOKS = (("DE", 4, True), ("Linear", 3, False), ("DE", 8, True))
 FORMATS = (FP8_FORWARD.layout, FloatFormat(6, 9, rounding="stochastic").layout)
 
 
-def row_and_col():
-    return torch.rand(20), torch.rand(31)
-
-
 def saved(x):
     """How graphs hold a tensor in groups of 4 bits."""
     flat, layout = flatten(x)
@@ -112,23 +108,14 @@ CASES = {
         (x, *book, 128, seed) for x in views() for book in BOOKS for seed in (None, 5)
     ],
     "codebook_dequantize_blocks": lambda: [
-        (*called("codebook_quantize_blocks", x, *book, 128), *book, x.numel())
+        (codes, own, *book, x.numel())
         for x in views()
         for book in BOOKS
+        for codes, scale in [called("codebook_quantize_blocks", x, *book, 128)]
+        for own in (scale, None)
     ],
-    "codebook_quantize_matrix": lambda: [
-        (torch.randn(20, 31).to(dtype), *row_and_col(), *book, seed)
-        for dtype in DTYPES
-        for book in BOOKS
-        for seed in (None, 5)
-    ],
-    "codebook_dequantize_matrix": lambda: [
-        (
-            called("codebook_quantize_matrix", torch.randn(20, 31), *row_and_col(), *book, None),
-            *row_and_col(),
-            *book,
-        )
-        for book in BOOKS
+    "codebook_quantize_scaled": lambda: [
+        (x, *book, seed) for x in views() for book in BOOKS for seed in (None, 5)
     ],
     "floats_round": lambda: [
         (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS

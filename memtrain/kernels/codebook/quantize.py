@@ -1,8 +1,8 @@
 """Quantisation by a codebook of 2**bits values in [-1, 1]: contract, reference, dispatch.
 
-An element's scale is its block's element of largest magnitude (`quantize_blocks`), or the smaller
-of its row's and its column's abs-max (`quantize_matrix`, for rank-1). Codes are packed in blocks
-(layout: `packing.bits`).
+An element's scale is its block's element of largest magnitude (`quantize_blocks`), or 1 for values
+that are scaled already (`quantize_scaled`, for rank-1). Codes are packed in blocks (layout:
+`packing.bits`).
 
 Reference:
     Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
@@ -19,11 +19,9 @@ from memtrain.kernels.dispatch import choose, contiguous_nbytes, copies, registe
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.random.philox import signed, uniform_blocks
 
-MATRIX_BLOCK = 128  # block of a matrix's packed codes, without a scale
+SCALED_BLOCK = 128  # block of packed codes without a scale
 MAX_TRITON_BLOCK = 16384  # a program keeps a whole block
 _TINY = torch.finfo(torch.float32).tiny
-
-Scales = tuple[Tensor | None, Tensor | None, Tensor | None]  # of blocks, or of rows and columns
 
 
 def quantize_blocks(
@@ -71,8 +69,10 @@ def quantize_blocks(
     return _quantize_blocks_op(x, *book, block_size, None if seed is None else signed(seed))
 
 
-def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: int) -> Tensor:
+def dequantize_blocks(codes: Tensor, scale: Tensor | None, book: Codebook, *, numel: int) -> Tensor:
     """Invert `quantize_blocks` for `numel` elements: `value[code] * scale`, float32 [numel].
+
+    Without scales, return the values of the codes: the inverse of `quantize_scaled`.
 
     Example:
         >>> book = Codebook("Linear", signed=False)
@@ -83,15 +83,11 @@ def dequantize_blocks(codes: Tensor, scale: Tensor, book: Codebook, *, numel: in
     return _dequantize_blocks_op(codes, scale, *book, numel)
 
 
-def quantize_matrix(
-    x: Tensor, row: Tensor, col: Tensor, book: Codebook, seed: int | None = None
-) -> Tensor:
-    """Return the codes of `x[i, j] * max(row[i], col[j])`.
+def quantize_scaled(x: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
+    """Return the codes of values that are divided by their scales already.
 
     Args:
-        x: A float tensor of any shape with `len(row) * len(col)` elements.
-        row: Reciprocals of the rows' scales (`inverse`), float32, 0 for rows without a scale.
-        col: The same for columns.
+        x: A float tensor of any shape.
         book: The codebook.
         seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to
             nearest, ties to the lower index.
@@ -106,34 +102,10 @@ def quantize_matrix(
         bits / 8 bytes per element.
 
     Example:
-        >>> x, row, col = torch.ones(2, 3), torch.tensor([1.0, 0.5]), torch.zeros(3)
-        >>> quantize_matrix(x, row, col, Codebook("Linear", 8, False))[0, :6].tolist()
-        [255, 255, 255, 127, 127, 127]
+        >>> quantize_scaled(torch.tensor([1.0, 0.5]), Codebook("Linear", 8, False))[0, :2].tolist()
+        [255, 127]
     """
-    return _quantize_matrix_op(x, row, col, *book, None if seed is None else signed(seed))
-
-
-def dequantize_matrix(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:
-    """Return the values of codes times the smaller of their row's and column's scale.
-
-    Args:
-        codes: uint8, [n_blocks, 128 * bits / 8].
-        row: Scales of rows, float32, Inf for rows without a scale. If one of an element's scales is
-            NaN or Inf, the other one is used.
-        col: The same for columns.
-        book: The codebook.
-
-    Returns:
-        float32, [rows, cols].
-
-    Example:
-        >>> codes = torch.full((1, 128), 255, dtype=torch.uint8)
-        >>> row, col = torch.tensor([1.0, 4.0]), torch.tensor([2.0, 3.0])
-        >>> dequantize_matrix(codes, row, col, Codebook("Linear", 8, False))
-        tensor([[1., 1.],
-                [2., 3.]])
-    """
-    return _dequantize_matrix_op(codes, row, col, *book)
+    return _quantize_scaled_op(x, *book, None if seed is None else signed(seed))
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -241,53 +213,33 @@ def quantize_blocks_reference(
     return bitpack.pack(encode(blocks, scale.unsqueeze(1), book, seed), book.bits), scale
 
 
-def dequantize_blocks_reference(codes: Tensor, scale: Tensor, book: Codebook, numel: int) -> Tensor:
+def dequantize_blocks_reference(
+    codes: Tensor, scale: Tensor | None, book: Codebook, numel: int
+) -> Tensor:
     """Compute `dequantize_blocks` in plain torch: the definition."""
     values = book.values(codes.device)[bitpack.unpack(codes, book.bits)]
-    return (values * scale.unsqueeze(1)).view(-1)[:numel]
+    return (values if scale is None else values * scale.unsqueeze(1)).view(-1)[:numel]
 
 
-def quantize_matrix_reference(
-    x: Tensor, row: Tensor, col: Tensor, book: Codebook, seed: int | None = None
-) -> Tensor:
-    """Compute `quantize_matrix` in plain torch: the definition."""
-    scaled = x.float().reshape(len(row), len(col)) * torch.maximum(row.unsqueeze(1), col)
-    blocks = bitpack.blocks(scaled, MATRIX_BLOCK)
+def quantize_scaled_reference(x: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
+    """Compute `quantize_scaled` in plain torch: the definition."""
+    blocks = bitpack.blocks(x.float(), SCALED_BLOCK)
     return bitpack.pack(encode(blocks, blocks.new_ones(1, 1), book, seed), book.bits)
 
 
-def dequantize_matrix_reference(codes: Tensor, row: Tensor, col: Tensor, book: Codebook) -> Tensor:
-    """Compute `dequantize_matrix` in plain torch: the definition."""
-    least = torch.fmin(row.unsqueeze(1), col)
-    values = book.values(codes.device)[bitpack.unpack(codes, book.bits)]
-    return values.view(-1)[: least.numel()].view(least.shape) * least
-
-
-def _quantize(x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scales: Scales) -> None:
-    """Write codes by a kernel, and the scales of blocks; scales of rows and columns are read."""
-    scale, row, col = scales
+def _quantize(
+    x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scale: Tensor | None
+) -> None:
+    """Write codes by a kernel, and the scales of blocks; without these, scales are 1."""
     if choose(x) == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
-        quantize_triton.quantize(x, book, seed, codes, scale, row, col)
+        quantize_triton.quantize(x, book, seed, codes, scale)
         return
     tables = inner_bounds(book, x.device, stochastic=seed is not None), book.values(x.device)
-    block, cols = codes.shape[1] * 8 // book.bits, len(col) if col is not None else 1
-    sizes = (x.numel(), cols, block, book.bits, book.signed, int(seed is not None), seed or 0)
-    cpu.call("mt_codebook_quantize", x.float(), row, col, *tables, codes, scale, *sizes)
-
-
-def _dequantize(codes: Tensor, book: Codebook, out: Tensor, scales: Scales) -> None:
-    """Write values by a kernel to `out`."""
-    scale, row, col = scales
-    if choose(codes) == "triton":
-        from memtrain.kernels.codebook import quantize_triton
-
-        quantize_triton.dequantize(codes, book, out, scale, row, col)
-        return
-    values, cols = book.values(codes.device), len(col) if col is not None else 1
-    sizes = (out.numel(), cols, codes.shape[1] * 8 // book.bits, book.bits)
-    cpu.call("mt_codebook_dequantize", codes, scale, row, col, values, out, *sizes)
+    block, with_sign = codes.shape[1] * 8 // book.bits, book.signed
+    sizes = (x.numel(), block, book.bits, with_sign, int(seed is not None), seed or 0)
+    cpu.call("mt_codebook_quantize", x.float(), *tables, codes, scale, *sizes)
 
 
 @cache
@@ -303,7 +255,7 @@ def inner_bounds(book: Codebook, device: torch.device, *, stochastic: bool) -> T
     return torch.cat([values[1:-1], end]).to(device)  # one copy: other streams read it, too
 
 
-def _fits(x: Tensor, block_size: int = MATRIX_BLOCK) -> bool:
+def _fits(x: Tensor, block_size: int) -> bool:
     chosen = choose(x)
     return chosen == "cpu" or (chosen == "triton" and block_size <= MAX_TRITON_BLOCK)
 
@@ -320,42 +272,34 @@ def _quantize_blocks(
     if not _fits(x, block_size):
         return quantize_blocks_reference(x, book, block_size, seed)
     codes, scale = _empty_blocks(x, name, bits, signed, block_size, seed)
-    _quantize(x.contiguous(), book, seed, codes, (scale, None, None))
+    _quantize(x.contiguous(), book, seed, codes, scale)
     return codes, scale
 
 
-def _dequantize_blocks(
-    codes: Tensor, scale: Tensor, name: str, bits: int, signed: bool, numel: int
-) -> Tensor:
+def _quantize_scaled(x: Tensor, name: str, bits: int, signed: bool, seed: int | None) -> Tensor:
     book = Codebook(name, bits, signed)
-    if not _fits(codes, codes.shape[1] * 8 // bits):
-        return dequantize_blocks_reference(codes, scale, book, numel)
-    out = scale.new_empty(numel)
-    _dequantize(codes.contiguous(), book, out, (scale.contiguous(), None, None))
-    return out
-
-
-def _quantize_matrix(
-    x: Tensor, row: Tensor, col: Tensor, name: str, bits: int, signed: bool, seed: int | None
-) -> Tensor:
-    book = Codebook(name, bits, signed)
-    if not _fits(x):
-        return quantize_matrix_reference(x, row, col, book, seed)
-    codes = _new_codes(x, MATRIX_BLOCK, bits)
-    scales = (None, row.contiguous(), col.contiguous())
-    _quantize(x.contiguous(), book, seed, codes, scales)
+    if not _fits(x, SCALED_BLOCK):
+        return quantize_scaled_reference(x, book, seed)
+    codes = _new_codes(x, SCALED_BLOCK, bits)
+    _quantize(x.contiguous(), book, seed, codes, None)
     return codes
 
 
-def _dequantize_matrix(
-    codes: Tensor, row: Tensor, col: Tensor, name: str, bits: int, signed: bool
+def _dequantize_blocks(
+    codes: Tensor, scale: Tensor | None, name: str, bits: int, signed: bool, numel: int
 ) -> Tensor:
-    book = Codebook(name, bits, signed)
-    if not _fits(codes):
-        return dequantize_matrix_reference(codes, row, col, book)
-    out = row.new_empty(len(row), len(col))
-    scales = (None, row.contiguous(), col.contiguous())
-    _dequantize(codes.contiguous(), book, out, scales)
+    book, block_size = Codebook(name, bits, signed), codes.shape[1] * 8 // bits
+    if not _fits(codes, block_size):
+        return dequantize_blocks_reference(codes, scale, book, numel)
+    out = codes.new_empty(numel, dtype=torch.float32)
+    codes, scale = codes.contiguous(), None if scale is None else scale.contiguous()
+    if choose(codes) == "triton":
+        from memtrain.kernels.codebook import quantize_triton
+
+        quantize_triton.dequantize(codes, book, out, scale)
+    else:
+        values = book.values(codes.device)
+        cpu.call("mt_codebook_dequantize", codes, scale, values, out, numel, block_size, bits)
     return out
 
 
@@ -374,23 +318,16 @@ _quantize_blocks_op = register(
     inside=lambda x, *options, **named: copies(x, torch.float32),
     inside_cuda=lambda x, *options, **named: contiguous_nbytes(x),
 )
-_dequantize_blocks_op = register(
-    "codebook_dequantize_blocks(Tensor codes, Tensor scale, str name, int bits, bool signed, "
-    "SymInt numel) -> Tensor",
-    _dequantize_blocks,
-    lambda codes, scale, name, bits, signed, numel: scale.new_empty(numel),
-)
-_quantize_matrix_op = register(
-    "codebook_quantize_matrix(Tensor x, Tensor row, Tensor col, str name, int bits, bool signed, "
-    "int? seed) -> Tensor",
-    _quantize_matrix,
-    lambda x, row, col, name, bits, signed, seed: _new_codes(x, MATRIX_BLOCK, bits),
+_quantize_scaled_op = register(
+    "codebook_quantize_scaled(Tensor x, str name, int bits, bool signed, int? seed) -> Tensor",
+    _quantize_scaled,
+    lambda x, name, bits, signed, seed: _new_codes(x, SCALED_BLOCK, bits),
     inside=lambda x, *options: copies(x, torch.float32),
     inside_cuda=lambda x, *options: contiguous_nbytes(x),
 )
-_dequantize_matrix_op = register(
-    "codebook_dequantize_matrix(Tensor codes, Tensor row, Tensor col, str name, int bits, "
-    "bool signed) -> Tensor",
-    _dequantize_matrix,
-    lambda codes, row, col, name, bits, signed: row.new_empty(row.shape[0], col.shape[0]),
+_dequantize_blocks_op = register(
+    "codebook_dequantize_blocks(Tensor codes, Tensor? scale, str name, int bits, bool signed, "
+    "SymInt numel) -> Tensor",
+    _dequantize_blocks,
+    lambda codes, scale, name, bits, signed, numel: codes.new_empty(numel, dtype=torch.float32),
 )

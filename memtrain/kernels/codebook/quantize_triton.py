@@ -48,28 +48,6 @@ def flipped(x, sign):
 
 
 @triton.jit
-def _begin(block, SIZE: tl.constexpr, cols, BIG: tl.constexpr):
-    """Return row and column of the first elements of blocks, by one division per block."""
-    first = block * SIZE
-    if not BIG:
-        first = first.to(tl.int32)
-    row = first // cols
-    return row, first - row * cols
-
-
-@triton.jit
-def _place(row, col, offset, SIZE: tl.constexpr, cols, LONG: tl.constexpr):
-    """Return row and column of elements at `offset` of blocks. LONG: a block has at most 2 rows."""
-    if LONG:
-        over = offset >= tl.minimum(cols - col, SIZE).to(tl.int32)
-        return row + over.to(tl.int32), col + offset - tl.where(over, cols, 0)
-    else:
-        at = col.to(tl.int32) + offset
-        over = at // cols
-        return row + over, at - over * cols
-
-
-@triton.jit
 def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
     """Return the number of ascending bounds (times the scale) below x; 0 for NaN or scale Inf."""
     scale += scale - scale  # Inf becomes NaN
@@ -85,14 +63,12 @@ def _find(x, scale, bounds_ptr, BITS: tl.constexpr, STOCHASTIC: tl.constexpr):
 
 @triton.jit(do_not_specialize=["seed"])
 def _quantize_kernel(
-    x_ptr, row_ptr, col_ptr, bounds_ptr, values_ptr, codes_ptr, scale_ptr,
-    n, cols, n_blocks, seed,
+    x_ptr, bounds_ptr, values_ptr, codes_ptr, scale_ptr, n, n_blocks, seed,
     BITS: tl.constexpr,
     WIDTH: tl.constexpr,  # elements of a slice
     WIDTH_PAD: tl.constexpr,  # the next power of two
-    GROUPS: tl.constexpr, MATRIX: tl.constexpr,
-    LONG: tl.constexpr,  # whether a matrix has rows no shorter than blocks
-    BIG: tl.constexpr,  # whether a matrix has 2**31 elements or more
+    GROUPS: tl.constexpr,
+    SCALED: tl.constexpr,  # whether all scales are 1
     STOCHASTIC: tl.constexpr,
     SIGNED: tl.constexpr,  # whether scales of blocks have a sign
 ):  # fmt: skip
@@ -104,19 +80,12 @@ def _quantize_kernel(
 
     tops = tl.zeros((GROUPS, WIDTH_PAD), tl.int32)
     xs = ()
-    if MATRIX:
-        row, col = _begin(block, WIDTH * 8, cols, BIG)
     for s in tl.static_range(8):
         valid = inside & (s * WIDTH + column < left)
         x = tl.load(x_ptr + start + s * WIDTH, mask=valid, other=0.0).to(tl.float32)
-        if MATRIX:
-            i, j = _place(row, col, s * WIDTH + column, WIDTH * 8, cols, LONG)
-            a = tl.load(row_ptr + i, mask=valid, other=0.0)
-            x = x * tl.maximum(a, tl.load(col_ptr + j, mask=valid, other=0.0))
-        else:
-            tops = tl.maximum(tops, magnitude(x))
+        tops = tl.maximum(tops, magnitude(x))
         xs = xs + (x,)  # noqa: RUF005 (the compiler knows no other form)
-    if MATRIX:
+    if SCALED:
         scale = 1.0
         usable = inside
     else:
@@ -157,9 +126,9 @@ def _quantize_kernel(
 
 @triton.jit
 def _dequantize_kernel(
-    codes_ptr, scale_ptr, row_ptr, col_ptr, values_ptr, out_ptr, n, cols, n_blocks,
+    codes_ptr, scale_ptr, values_ptr, out_ptr, n, n_blocks,
     BITS: tl.constexpr, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr, GROUPS: tl.constexpr,
-    MATRIX: tl.constexpr, LONG: tl.constexpr, BIG: tl.constexpr,
+    SCALED: tl.constexpr,
 ):  # fmt: skip
     PER_LANE: tl.constexpr = 1 if BITS % 2 else (2 if BITS % 4 else (4 if BITS % 8 else 8))
     LANES: tl.constexpr = 8 // PER_LANE
@@ -169,9 +138,8 @@ def _dequantize_kernel(
     start = block * (WIDTH * 8) + column
     source = codes_ptr + block * (WIDTH * BITS) + column
     left = left_of(block, n, WIDTH)
-    if MATRIX:
-        row, col = _begin(block, WIDTH * 8, cols, BIG)
-    else:
+    scale = 1.0
+    if not SCALED:
         scale = tl.load(scale_ptr + block, mask=block < n_blocks, other=0.0)
     for h in tl.static_range(PER_LANE):
         codes = load_codes(source, inside, h, BITS, WIDTH)
@@ -179,45 +147,35 @@ def _dequantize_kernel(
             code = codes[lane]
             offset = (lane * PER_LANE + h) * WIDTH
             valid = inside & (offset + column < left)
-            if MATRIX:
-                i, j = _place(row, col, offset + column, WIDTH * 8, cols, LONG)
-                a = tl.load(row_ptr + i, mask=valid, other=0.0)
-                scale = least(a, tl.load(col_ptr + j, mask=valid, other=0.0))
             tl.store(out_ptr + start + offset, tl.load(values_ptr + code) * scale, mask=valid)
 
 
-def quantize(x, book: Codebook, seed, codes, scale, row, col):
-    """Write the codes of `x`, and the scales of its blocks if there are no rows."""
+def quantize(x, book: Codebook, seed, codes, scale):
+    """Write the codes of `x`, and the scales of its blocks unless all scales are 1."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
     if n_blocks == 0:
         return
-    values = book.values(x.device)
-    matrix = scale is None
-    row, col, scale = (row, col, values) if matrix else (values, values, scale)
+    values, scaled = book.values(x.device), scale is None
     options = tile(width * 8)
     # Without contraction the results equal the reference's bit for bit.
     launch(
-        _quantize_kernel, (triton.cdiv(n_blocks, options["GROUPS"]),), x, row, col,
-        inner_bounds(book, x.device, stochastic=seed is not None), values, codes, scale,
-        x.numel(), col.numel(), n_blocks, seed or 0,
-        BITS=book.bits, WIDTH=width, MATRIX=matrix, LONG=col.numel() >= width * 8,
-        BIG=x.numel() >= 2**31, STOCHASTIC=seed is not None, SIGNED=book.signed and not matrix,
-        enable_fp_fusion=False, **options,
+        _quantize_kernel, (triton.cdiv(n_blocks, options["GROUPS"]),), x,
+        inner_bounds(book, x.device, stochastic=seed is not None), values, codes,
+        values if scaled else scale, x.numel(), n_blocks, seed or 0,
+        BITS=book.bits, WIDTH=width, SCALED=scaled, STOCHASTIC=seed is not None,
+        SIGNED=book.signed and not scaled, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 
-def dequantize(codes, book: Codebook, out, scale, row, col):
-    """Write the values of codes to `out`."""
+def dequantize(codes, book: Codebook, out, scale):
+    """Write the values of codes to `out`, times the scales if there are any."""
     n_blocks, width = codes.shape[0], codes.shape[1] // book.bits
     if n_blocks == 0:
         return
-    values = book.values(codes.device)
-    matrix = scale is None
-    row, col, scale = (row, col, values) if matrix else (values, values, scale)
+    values, scaled = book.values(codes.device), scale is None
     options = tile(width * 8)
     launch(
-        _dequantize_kernel, (triton.cdiv(n_blocks, options["GROUPS"]),), codes, scale, row, col,
-        values, out, out.numel(), col.numel(), n_blocks,
-        BITS=book.bits, WIDTH=width, MATRIX=matrix, LONG=col.numel() >= width * 8,
-        BIG=out.numel() >= 2**31, enable_fp_fusion=False, **options,
+        _dequantize_kernel, (triton.cdiv(n_blocks, options["GROUPS"]),), codes,
+        values if scaled else scale, values, out, out.numel(), n_blocks,
+        BITS=book.bits, WIDTH=width, SCALED=scaled, enable_fp_fusion=False, **options,
     )  # fmt: skip

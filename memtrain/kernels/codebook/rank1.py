@@ -1,20 +1,19 @@
 """Rank-1 normalisation: an element's scale is the smallest of the maxima of its dimensions.
 
-The codes are those of `quantize.quantize_matrix`, of a matrix of the first dimension and all
-others.
+A tensor is viewed as a matrix of its first dimension and all others.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels.codebook.quantize import (
-    dequantize_matrix,
-    dequantize_matrix_reference,
+    dequantize_blocks,
+    dequantize_blocks_reference,
     inverse,
-    quantize_matrix,
-    quantize_matrix_reference,
+    quantize_scaled,
+    quantize_scaled_reference,
 )
 from memtrain.kernels.codebook.values import Codebook
 
@@ -63,11 +62,6 @@ def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> T
     return out.expand(tuple(shape[1:])).reshape(-1) if out is not None else scale[:0]
 
 
-def inverses(scale: Tensor, shape: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Return the factors of rows and columns for the encoding: reciprocals of their scales."""
-    return inverse(scale[: shape[0]]), columns(scale, shape, inverted=True)
-
-
 def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Quantise `x` by a codebook, each element scaled by the smallest maximum of its dimensions.
 
@@ -102,7 +96,31 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
     if x.dim() < 2:
         raise ValueError(f"rank-1 needs at least 2 dimensions, got shape {tuple(x.shape)}")
     scale = maxima(x)
-    return quantize_matrix(x, *inverses(scale, x.shape), book, seed), scale
+    return encode(x, scale, book, seed), scale
+
+
+def encode(
+    x: Tensor,
+    scale: Tensor,
+    book: Codebook,
+    seed: int | None = None,
+    run: Callable[..., Tensor] = quantize_scaled,
+) -> Tensor:
+    """Return the codes of `quantize` for known maxima, such as those of the whole of a part.
+
+    Args:
+        x: A float tensor with 2 dimensions or more.
+        scale: float32, [sum(x.shape)], from `maxima`.
+        book: The codebook.
+        seed: As for `quantize`.
+        run: `quantize_scaled`, or its reference.
+
+    Memory:
+        4 bytes per element during the call.
+    """
+    rows = inverse(scale[: x.shape[0]]).unsqueeze(1)
+    scaled = torch.maximum(rows, columns(scale, x.shape, inverted=True))
+    return run(scaled.mul_(x.detach().float().reshape(scaled.shape)), book, seed)
 
 
 def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[int]) -> Tensor:
@@ -114,19 +132,25 @@ def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[
         tensor([[1., 2.],
                 [2., 4.]])
     """
-    both = (scale[: shape[0]], columns(scale, shape))
-    return dequantize_matrix(codes, *both, book).view(tuple(shape))
+    return _decode(codes, scale, book, shape, dequantize_blocks)
 
 
 def quantize_reference(x: Tensor, book: Codebook, seed: int | None = None) -> tuple[Tensor, Tensor]:
     """Compute `quantize` in plain torch: the definition."""
     scale = maxima(x)
-    return quantize_matrix_reference(x, *inverses(scale, x.shape), book, seed), scale
+    return encode(x, scale, book, seed, quantize_scaled_reference), scale
 
 
 def dequantize_reference(
     codes: Tensor, scale: Tensor, book: Codebook, shape: Sequence[int]
 ) -> Tensor:
     """Compute `dequantize` in plain torch: the definition."""
-    both = (scale[: shape[0]], columns(scale, shape))
-    return dequantize_matrix_reference(codes, *both, book).view(tuple(shape))
+    return _decode(codes, scale, book, shape, dequantize_blocks_reference)
+
+
+def _decode(
+    codes: Tensor, scale: Tensor, book: Codebook, shape: Sequence[int], run: Callable[..., Tensor]
+) -> Tensor:
+    least = torch.fmin(scale[: shape[0]].unsqueeze(1), columns(scale, shape))
+    values = run(codes, None, book, numel=least.numel())
+    return least.mul_(values.view(least.shape)).view(tuple(shape))

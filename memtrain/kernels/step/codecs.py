@@ -14,7 +14,7 @@ from memtrain.kernels.codebook.quantize import (
     encode_drawn,
     largest,
     quantize_blocks_reference,
-    quantize_matrix_reference,
+    quantize_scaled_reference,
 )
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
@@ -131,8 +131,7 @@ class Codec(NamedTuple):
         elif scale is None:
             codes, scale = quantize_blocks_reference(new, book, self.block)
         else:
-            row, col = rank1.inverses(scale, new.shape)
-            codes = quantize_matrix_reference(new, row, col, book)
+            codes = rank1.encode(new, scale, book, run=quantize_scaled_reference)
         state["codes"].copy_(codes)
         state["scale"].copy_(scale)
 

@@ -78,7 +78,7 @@ cases["lstm, backward"] = A.mkldnn_rnn_layer_backward.default, (
 # memtrain's own ops: each, in each dtype, and of what is not contiguous
 N = 2**18
 PLAIN, LEVELS = ([-1.0, 0.0, 1.0], "plain", 0.0), [0.0, 0.25, 0.5, 1.0]
-BOOK, FORM, sides = ("DE", 4, True), FP8_FORWARD.layout, torch.rand(2, 512).unbind()
+BOOK, FORM = ("DE", 4, True), FP8_FORWARD.layout
 CODES = (4, 256, 0, True, False)
 
 def own(name, op, *args):
@@ -94,7 +94,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
     for name, x, blocks in ((name, x, blocks), (f"turned {name}", x.t(), blocks.transpose(1, 2))):
         own(name, "group_quantize", x, *CODES)
         own(name, "codebook_quantize_blocks", x, *BOOK, 128)
-        own(name, "codebook_quantize_matrix", x, *sides, *BOOK, None)
+        own(name, "codebook_quantize_scaled", x, *BOOK, None)
         own(name, "derivative_encode", x, *PLAIN)
         own(name, "patch_quantize", blocks, 0, True)
         if dtype != torch.float64:
@@ -110,10 +110,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         own(name, "floats_decode", FP8_FORWARD.encode(x), FORM, dtype)
         narrow = dtype == torch.bfloat16
         own(name, "norm_quantize", x, 512, torch.ones(512), None, 1e-5, True, narrow, *CODES)
-payload = M.codebook_quantize_blocks(w(N), *BOOK, 128)
-own("blocks", "codebook_dequantize_blocks", *payload, *BOOK, N)
-payload = M.codebook_quantize_matrix(w(512, 512), *sides, *BOOK, None)
-own("rank-1", "codebook_dequantize_matrix", payload, *sides, *BOOK)
+codes, scale = M.codebook_quantize_blocks(w(N), *BOOK, 128)
+own("blocks", "codebook_dequantize_blocks", codes, scale, *BOOK, N)
+own("rank-1", "codebook_dequantize_blocks", codes, None, *BOOK, N)
 
 found = {}
 for name, (func, args, *named) in cases.items():

@@ -47,13 +47,12 @@ for name, lay in LAYOUTS.items():
     own(name, "pack_codes", pack, "_pack", lay(zeros(torch.uint8)), 4)
     own(name, "floats_decode", rounding, "_decode", lay(zeros(torch.uint8)), FORM, HALVES[0])
     for dtype in DTYPES:
-        x, case, sides = lay(zeros(dtype)), f"{name}, {dtype}", torch.rand(2, 128).unbind()
+        x, case = lay(zeros(dtype)), f"{name}, {dtype}"
         own(case, "group_quantize", group, "_quantize", x, *CODES)
         rows = 4, 128, 0, True, False
         own(f"{case}, by rows", "group_quantize", group, "_quantize", x, *rows)
         own(case, "codebook_quantize_blocks", quantize, "_quantize_blocks", x, *BOOK, 128)
-        matrix = x, *sides, *BOOK, None
-        own(case, "codebook_quantize_matrix", quantize, "_quantize_matrix", *matrix)
+        own(case, "codebook_quantize_scaled", quantize, "_quantize_scaled", x, *BOOK, None)
         maps = x.unflatten(0, (2, 64)).unflatten(2, (64, 2))
         own(case, "patch_quantize", patch, "_quantize", maps, 0, True)
         if name != "gaps":
@@ -77,10 +76,10 @@ for dtype in (torch.float32, *HALVES):
         given = zeros(dtype), 512, weight, None, 1e-5, True, False, *CODES
         own(case, "norm_quantize", norm, "_norm", *given)
 own("codes", "unpack_codes", pack, "_unpack", torch.zeros(N // 2, dtype=torch.uint8), 4, N)
-blocks, sides = quantize._quantize_blocks(zeros(), *BOOK, 128), torch.rand(2, 128).unbind()
-own("", "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *blocks, *BOOK, N)
-codes = quantize._quantize_matrix(zeros(), *sides, *BOOK, None)
-own("", "codebook_dequantize_matrix", quantize, "_dequantize_matrix", codes, *sides, *BOOK)
+codes, scale = quantize._quantize_blocks(zeros(), *BOOK, 128)
+for case, own_scale in (("blocks", scale), ("scaled", None)):
+    given = codes, own_scale, *BOOK, N
+    own(case, "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *given)
 
 
 @pytest.fixture

@@ -8,14 +8,13 @@
 
 namespace memtrain {
 
-// Blocks with a scale each; or, where there are rows, blocks of a matrix whose elements have the
-// larger (forwards) or the lesser (backwards) of a number of their row and one of their column.
 struct Book {
   const float *bounds, *values;
-  const float *row, *col;
-  float* scale;
+  float* scale;  // of each block; null: all scales are 1
   uint8_t* codes;
-  int64_t n, cols, block, bits, with_sign, stochastic, seed;  // with_sign: whether the scales of blocks have one
+  int64_t n, block, bits;
+  int64_t with_sign;  // whether scales have the sign of the largest element
+  int64_t stochastic, seed;
 };
 
 template <typename Range>
@@ -23,7 +22,7 @@ static void over_blocks(const Book& b, int64_t threads, const Range& range) {
   const int64_t blocks = (b.n + b.block - 1) / b.block;
   parallel_for(blocks, std::max<int64_t>(32768 / b.block, 1), threads,
                [&](int64_t begin, int64_t end) {
-                 std::vector<float> room(2 * b.block + 32);  // vectors reach past a block
+                 std::vector<float> room(b.block + 16);  // vectors reach past a block
                  std::vector<uint8_t> codes(b.block + 16);
                  range(begin, end, room.data(), codes.data());
                });
@@ -34,21 +33,19 @@ static void over_blocks(const Book& b, int64_t threads, const Range& range) {
 #include "foreach_isa.h"
 
 // `bounds`: 2**bits - 1, of stochastic codes the values but the lowest and the highest, and NaN.
-MT_EXPORT void mt_codebook_quantize(const float* x, const float* row, const float* col,
-                                    const float* bounds, const float* values, uint8_t* codes,
-                                    float* scale, int64_t n, int64_t cols, int64_t block,
+MT_EXPORT void mt_codebook_quantize(const float* x, const float* bounds, const float* values,
+                                    uint8_t* codes, float* scale, int64_t n, int64_t block,
                                     int64_t bits, int64_t with_sign, int64_t stochastic,
                                     int64_t seed, int64_t threads) {
-  const memtrain::Book b{bounds, values, row, col, scale, codes, n, cols, block, bits, with_sign, stochastic, seed};
+  const memtrain::Book b{bounds, values, scale, codes, n, block, bits, with_sign, stochastic, seed};
   memtrain::over_blocks(b, threads, [&](int64_t begin, int64_t end, float* room, uint8_t* made) {
     MT_DISPATCH(quantize_book(b, x, begin, end, room, made));
   });
 }
 
-MT_EXPORT void mt_codebook_dequantize(uint8_t* codes, float* scale, const float* row,
-                                      const float* col, const float* values, float* out, int64_t n,
-                                      int64_t cols, int64_t block, int64_t bits, int64_t threads) {
-  const memtrain::Book b{nullptr, values, row, col, scale, codes, n, cols, block, bits, 0, 0, 0};
+MT_EXPORT void mt_codebook_dequantize(uint8_t* codes, float* scale, const float* values, float* out,
+                                      int64_t n, int64_t block, int64_t bits, int64_t threads) {
+  const memtrain::Book b{nullptr, values, scale, codes, n, block, bits, 0, 0, 0};
   memtrain::over_blocks(b, threads, [&](int64_t begin, int64_t end, float* room, uint8_t* packed) {
     MT_DISPATCH(dequantize_book(b, out, begin, end, room, packed));
   });
@@ -58,17 +55,6 @@ MT_EXPORT void mt_codebook_dequantize(uint8_t* codes, float* scale, const float*
 
 #include "packing/slices.h"
 #include "philox_lanes.h"
-
-// The rows' and the columns' numbers of the `n` elements from `from` on, put together by `join`.
-template <typename Join>
-MT_INLINE void join_scales(const Book& b, int64_t from, int64_t n, float* to, const Join& join) {
-  int64_t i = from / b.cols, j = from % b.cols;
-  for (int64_t k = 0; k < n; ++i, j = 0) {
-    const int64_t run = std::min(b.cols - j, n - k);
-    for (int64_t l = 0; l < run; ++l) to[k + l] = join(b.row[i], b.col[j + l]);
-    k += run;
-  }
-}
 
 // The largest magnitude; with_sign: with the sign of the first element that has it.
 MT_HELPER float largest(const float* x, int64_t n, bool with_sign) {
@@ -119,16 +105,12 @@ inline void quantize_bits(const Book& b, const float* from, int64_t begin, int64
   for (int64_t k = begin; k < end; ++k) {
     const int64_t at = k * size, n = std::min(size, b.n - at);
     const float* x = from + at;
-    if (b.row != nullptr || n < size || size < 128) {
+    if (n < size || size < 128) {
       std::memset(room, 0, size * sizeof(float));
-      if (b.row != nullptr)
-        join_scales(b, at, n, room, [](float r, float c) __attribute__((always_inline)) {
-          return r > c ? r : c;
-        });
-      for (int64_t i = 0; i < n; ++i) room[i] = b.row != nullptr ? room[i] * x[i] : x[i];
+      std::memcpy(room, x, n * sizeof(float));
       x = room;
     }
-    if (b.row == nullptr) scale = b.scale[k] = largest(x, size, b.with_sign);
+    if (b.scale != nullptr) scale = b.scale[k] = largest(x, size, b.with_sign);
     if (scale < 0.0f) {  // negate the elements and the scale
       for (int64_t i = 0; i < size; ++i) room[i] = -x[i];
       x = room, scale = -scale;
@@ -152,24 +134,16 @@ template <int kBits>
 inline void dequantize_bits(const Book& b, float* to, int64_t begin, int64_t end, float* room,
                             uint8_t* packed) {
   const int64_t size = b.block, width = size / 8, bytes = width * kBits;
-  float* joined = room + size + 16;
   for (int64_t k = begin; k < end; ++k) {
     const int64_t at = k * size, n = std::min(size, b.n - at);
     const uint8_t* in = b.codes + k * bytes;
     if (width < 16) in = static_cast<uint8_t*>(std::memcpy(packed, in, bytes));
     float* out = n < size || width < 16 ? room : to + at;
-    const F scale = splat(b.row == nullptr ? b.scale[k] : 1.0f);
+    const F scale = splat(b.scale == nullptr ? 1.0f : b.scale[k]);
     for (int64_t c = 0; c < width; c = next(c, width)) {
       I codes[8];
       load_codes<kBits>(in + c, codes, width);
       for (int s = 0; s < 8; ++s) store(out + s * width + c, look_up(b.values, codes[s]) * scale);
-    }
-    if (b.row != nullptr) {
-      join_scales(b, at, n, joined, [](float r, float c) __attribute__((always_inline)) {
-        const uint32_t one = bits_of(r) & 0x7FFFFFFF, other = bits_of(c) & 0x7FFFFFFF;
-        return float_of(one < other ? one : other);
-      });
-      for (int64_t i = 0; i < n; ++i) out[i] *= joined[i];
     }
     if (out != to + at) std::memcpy(to + at, out, n * sizeof(float));
   }
