@@ -47,7 +47,6 @@ _PLAIN = {**_ADAMW, "p_like": "*fp32", "MASTER": 0}
 _DRAWN = {**_ADAMW, "p_like": "*bf16", "g_like": "*bf16", "MASTER": 1}
 _STEP, _SUMS = "step.step_triton", "step.reduce_triton"
 _GROUP, _CODEBOOK = "group.group_triton", "codebook.quantize_triton"
-_MATRIX = {"MATRIX": True, "LONG": True}
 _TILES = 16  # of a program of the first pass
 CASES = {
     "AdamW": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 32}),
@@ -74,10 +73,10 @@ CASES = {
         _GROUP, "_quantize_kernel", {"BITS": 4, "STOCHASTIC": True, "x_ptr": "*bf16"}
     ),
     "group, 4 bits, back": Case(_GROUP, "_dequantize_kernel", {"BITS": 4, "out_ptr": "*fp32"}),
-    "block, 4 bits": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, "MATRIX": False}),
-    "block, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, "MATRIX": False}),
-    "rows and columns, 4 bits, bf16": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, **_MATRIX}),
-    "rows and columns, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, **_MATRIX}),
+    "block, 4 bits": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, "SCALED": False}),
+    "block, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, "SCALED": False}),
+    "scaled, 4 bits": Case(_CODEBOOK, "_quantize_kernel", {"BITS": 4, "SCALED": True}),
+    "scaled, 4 bits, back": Case(_CODEBOOK, "_dequantize_kernel", {"BITS": 4, "SCALED": True}),
 }
 """The kernels of a step and of a saved activation, by the names of their rows."""
 
