@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from memtrain.compressors.base import Keep, Packed
+from memtrain.compressors.base import Keep
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
@@ -26,7 +26,6 @@ from memtrain.optim.states.first_step import (
     raw_step,
     state_shapes,
 )
-from memtrain.optim.states.shards import local
 from memtrain.optim.states.tested import default_choice
 from memtrain.optim.states.untraced import untraced
 
@@ -148,8 +147,8 @@ class CompressedOptimizer(CompressedStates):
                 nothing was changed then.
         """
         cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
-        whole = not is_separable(self)
-        loss = None if whole else closure_loss(closure)
+        separable = is_separable(self)
+        loss = closure_loss(closure) if separable else None
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
         inner = _inner(self)
         for group in self.param_groups:
@@ -158,19 +157,19 @@ class CompressedOptimizer(CompressedStates):
             _refuse_no_eps(inner, group)
             self.check_sizes(group)
         watched = self._watch.before(self.param_groups)
-        if whole:
-            with self._states_in(inner):
+        if not separable:
+            with self._states_in(inner, self.param_groups):
                 loss = raw_step(inner, *([] if closure is None else [closure]))
-        for group in [] if whole else self.param_groups:
+        for group in self.param_groups if separable else []:
             # Each parameter starts from the options as they are now: an option that a step
             # advances (a counter, a running sum) moves once, not once per parameter.
             options = dict(group)
             for param in group["params"]:
                 if param.grad is None:
                     continue
-                with _only(inner, param, options, self._known(param, options)) as alone:
+                alone = {**options, "params": [param]}
+                with self._states_in(inner, [alone]):
                     raw_step(inner)
-                    self.state[param] = self._packed(param, inner.state[param])
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
         self.notify_schedulers()
@@ -183,9 +182,8 @@ class CompressedOptimizer(CompressedStates):
             for name, value in (values or {}).items():
                 if not self.is_payload(param, name, value):
                     continue
-                packed = Packed(value, local(param).shape, torch.float32)
                 try:
-                    self.compressor(param, name)[0].check_payload(packed)
+                    layout.check_payloads([self.compressor(param, name)[0]], [value], param)
                 except ValueError as error:
                     raise ValueError(
                         f"state {name!r}: {error}. Make a new optimizer for a parameter of "
@@ -215,11 +213,11 @@ class CompressedOptimizer(CompressedStates):
                 )
 
     @contextmanager
-    def _states_in(self, inner: Optimizer) -> Iterator[None]:
-        """Inside the block the inner optimizer has all states; what it changed is compressed."""
-        groups, inner.param_groups = inner.param_groups, self.param_groups
+    def _states_in(self, inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+        """Give the inner optimizer these groups and their states; compress the changed states."""
+        kept, inner.param_groups = inner.param_groups, groups
         before: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
-        for param, group, _ in on_each(self.param_groups):
+        for param, group, _ in on_each(groups):
             known = self._known(param, group) if param in self.state else {}
             before[param] = {k: (v, getattr(v, "_version", None)) for k, v in known.items()}
             if known:
@@ -236,7 +234,7 @@ class CompressedOptimizer(CompressedStates):
                     continue
                 self.state[param] = self._packed(param, state)
         finally:
-            inner.param_groups = groups
+            inner.param_groups = kept
             for param in before:
                 inner.state.pop(param, None)
 
@@ -248,7 +246,7 @@ class CompressedOptimizer(CompressedStates):
 
         @torch.no_grad()
         def with_states(*args: Any, **kwargs: Any) -> Any:
-            with self._states_in(_inner(self)):
+            with self._states_in(_inner(self), self.param_groups):
                 return method(*args, **kwargs)
 
         return with_states
@@ -362,18 +360,3 @@ def _inner(optimizer: CompressedStates) -> Optimizer:
     if optimizer.original is None:
         raise RuntimeError("this optimizer was restored: use the original one")
     return optimizer.original
-
-
-@contextmanager
-def _only(
-    inner: Optimizer, param: Tensor, options: dict[str, Any], state: dict[str, Any]
-) -> Iterator[dict[str, Any]]:
-    """The inner optimizer with one parameter and its states; gives the group that it steps."""
-    groups, alone = inner.param_groups, {**options, "params": [param]}
-    inner.param_groups = [alone]
-    inner.state[param] = state
-    try:
-        yield alone
-    finally:
-        inner.param_groups = groups
-        inner.state.clear()
