@@ -26,6 +26,7 @@ from memtrain.optim.states.first_step import (
     raw_step,
     state_shapes,
 )
+from memtrain.optim.states.shards import shard_of
 from memtrain.optim.states.tested import default_choice
 from memtrain.optim.states.untraced import untraced
 
@@ -87,9 +88,10 @@ class CompressedOptimizer(CompressedStates):
         for group in optimizer.param_groups:
             self._refuse_fused_only(optimizer, group)
         super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})
-        held = {p for p, _, _ in on_each(optimizer.param_groups)}
-        shared = {key: state for key, state in optimizer.state.items() if key not in held}
-        moved = {p: self._packed(p, optimizer.state[p]) for p in held & optimizer.state.keys()}
+        params = [p for p, _, _ in on_each(optimizer.param_groups)]
+        # In the groups' order: compressing a part of a state is collective.
+        moved = {p: self._packed(p, optimizer.state[p]) for p in params if p in optimizer.state}
+        shared = {key: state for key, state in optimizer.state.items() if key not in moved}
         self.adopt(optimizer)
         optimizer.state.update(shared)  # of no parameter: the optimizer's own
         self.state.update(moved)
@@ -230,7 +232,9 @@ class CompressedOptimizer(CompressedStates):
                     value is old[name][0] and getattr(value, "_version", None) == old[name][1]
                     for name, value in state.items()
                 )
-                if same:  # a second rounding of it would add up
+                # Rounding an unchanged state again would add up. Compressing a part is collective,
+                # and a process with an empty part cannot see a change.
+                if same and shard_of(param) is None:
                     continue
                 self.state[param] = self._packed(param, state)
         finally:
