@@ -16,7 +16,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.cli.command_line import working
-from memtrain.cli.models.build_model import context, from_family
+from memtrain.cli.models.build_model import build_named, context
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
 from memtrain.compressors import Identity
@@ -114,9 +114,9 @@ def _built(name: str) -> tuple[nn.Module, Any]:
     family = NAMED_MODELS[known.replace("resnet-", "resnet")]
     common = {"labels": False, "dropout": 0.0}
     if family.task == "ImageClassification":
-        model, batch = from_family(family, Request(image=256, **common))
+        model, batch = build_named(family, Request(image=256, **common))
         return _with_gelu(model), batch
-    return from_family(replace(family, task=""), Request(seq=256, attention="eager", **common))
+    return build_named(replace(family, task=""), Request(seq=256, attention="eager", **common))
 
 
 def _with_gelu(model: nn.Module) -> nn.Module:

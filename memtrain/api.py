@@ -30,16 +30,21 @@ from memtrain.optim.wrappers.apply import (
 )
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan, make_plan
-from memtrain.plan.unmet import FirstStep, Untrained, warn_of_untested, warn_of_whole_states
+from memtrain.plan.training_warnings import (
+    FirstStepReport,
+    UntrainedParameters,
+    warn_of_untested,
+    warn_of_whole_states,
+)
 from memtrain.precision.forward_rounding import ForwardRounding
-from memtrain.wrap_checks import check_given, check_optimizers
+from memtrain.wrap_checks import check_arguments, check_requests
 from memtrain.wrapped import (
     ATTRIBUTE,
-    ModelState,
+    StateDictHooks,
     Wrapped,
     adapter,
-    joined,
     load_state_dict,
+    module_list_of,
     plan_of,
     precision_state,
     state_dict,
@@ -58,7 +63,7 @@ __all__ = [
 
 
 @dataclass
-class _ChooseState:
+class _StateCompressors:
     """Choose the compressor for a state of a parameter; a class, because closures do not pickle."""
 
     plan: Plan
@@ -161,29 +166,31 @@ def wrap(
         >>> model(torch.randn(32, 64)).sum().backward()
         >>> optimizer.step()
     """
-    joint = isinstance(model, list | tuple)
-    called = nn.ModuleList(model) if joint else cast(nn.Module, model)
-    made = _on_steppers(optimizer, lambda steppers: _wrap(called, steppers, cfg, batch))
-    if joint:
-        for one in _listed(made):  # the ModuleList lives as long as what steps it
-            vars(inner_optimizer(one))["_models"] = called
-    return called, made
+    is_list = isinstance(model, list | tuple)
+    outer_model = nn.ModuleList(model) if is_list else cast(nn.Module, model)
+    results = _with_inner_optimizers(optimizer, lambda inner: _wrap(outer_model, inner, cfg, batch))
+    if is_list:
+        for one in _as_list(results):  # the ModuleList lives as long as what steps it
+            vars(inner_optimizer(one))["_models"] = outer_model
+    return outer_model, results
 
 
-def _wrap(called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any) -> list[Optimizer]:
-    model, plan = _planned(called, optimizers, cfg, batch)
+def _wrap(
+    outer_model: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any
+) -> list[Optimizer]:
+    model, plan = _validated_plan(outer_model, optimizers, cfg, batch)
     handles: list[Any] = []
     rounding = ForwardRounding(plan.precision) if plan.precision is not None else None
     interception = _interception(model, plan, rounding)
     if plan.state_rules:
-        optimizers = _compressed(model, optimizers, plan)
+        optimizers = _compress_states(model, optimizers, plan)
     else:
         handles += [read_by(optimizer) for optimizer in optimizers]
     if rounding is not None:  # before the interception's own hook
         assign = partial(rounding.before_model, plan.assign_precision)
         handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))
     if interception is not None:
-        forget_graphs(called)
+        forget_graphs(outer_model)
         interception.attach()
     optimizers, added = apply(model, optimizers, plan.config)
     handles += added
@@ -191,37 +198,42 @@ def _wrap(called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any) 
         handles += [rounding.scaler.attach(optimizer) for optimizer in optimizers]
     wrapped = Wrapped(plan, interception, handles)
     setattr(model, ATTRIBUTE, wrapped)
-    if plan.config.weights != KEEP and not isinstance(called, nn.ModuleList):
-        wrapped.keep(optimizers)  # which have the weights' lower bits
-    _hook_steps(called, optimizers, wrapped)
+    if plan.config.weights != KEEP and not isinstance(outer_model, nn.ModuleList):
+        wrapped.keep_alive(optimizers)  # which have the weights' lower bits
+    _register_optimizer_hooks(outer_model, optimizers, wrapped)
     return optimizers
 
 
-def _planned(
-    called: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any
+def _validated_plan(
+    outer_model: nn.Module, optimizers: list[Optimizer], cfg: Any, batch: Any
 ) -> tuple[nn.Module, Plan]:
     """Validate the arguments, make the plan, and undo an earlier `wrap` of the same model."""
-    model = inside_compiled(called) or called  # sites have the names of the module inside
-    check_given(model, optimizers)
-    plan = make_plan(called, optimizers, cfg, batch=batch)
+    model = inside_compiled(outer_model) or outer_model  # sites have the names of the module inside
+    check_arguments(model, optimizers)
+    plan = make_plan(outer_model, optimizers, cfg, batch=batch)
     check(model, plan.config)
-    check_optimizers(optimizers, plan)
+    check_requests(optimizers, plan)
     if not isinstance(cfg, Plan | Config):  # a planner's own choice may differ
         check_release(plan.config)
     warn_of_untested(plan, optimizers)
     if hasattr(model, ATTRIBUTE):
-        _let_go(model, optimizers)
-        plan = make_plan(called, optimizers, cfg, batch=batch)  # dtypes are the original ones again
+        _undo_earlier_wrap(model, optimizers)
+        # The dtypes are the original ones again.
+        plan = make_plan(outer_model, optimizers, cfg, batch=batch)
     return model, plan
 
 
-def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped) -> None:
+def _register_optimizer_hooks(
+    outer_model: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped
+) -> None:
     """Register step, state_dict and load_state_dict hooks on each optimizer."""
-    model, interception = inside_compiled(called) or called, wrapped.interception
-    first = None if interception is None else FirstStep(wrapped.plan, interception, called)
+    model, interception = inside_compiled(outer_model) or outer_model, wrapped.interception
+    first = None
+    if interception is not None:
+        first = FirstStepReport(wrapped.plan, interception, outer_model)
     if first is not None and not optimizers:
         wrapped.handles += first.attach_model(model)
-    untrained = Untrained(model, optimizers, interception)
+    untrained = UntrainedParameters(model, optimizers, interception)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
             group.setdefault(OWN, ())  # torch's flattened checkpoints load options of live groups
@@ -230,16 +242,16 @@ def _hook_steps(called: nn.Module, optimizers: list[Optimizer], wrapped: Wrapped
             wrapped.handles.append(
                 optimizer.register_step_post_hook(partial(warn_of_whole_states, wrapped.plan))
             )
-        wrapped.handles.append(ModelState(wrapped).attach(optimizer))
+        wrapped.handles.append(StateDictHooks(wrapped).attach(optimizer))
         if first is not None:
             wrapped.handles.append(first.attach(optimizer))
 
 
-def _compressed(model: nn.Module, optimizers: list[Optimizer], plan: Plan) -> list[Optimizer]:
+def _compress_states(model: nn.Module, optimizers: list[Optimizer], plan: Plan) -> list[Optimizer]:
     names = {p: name for name, p in model.named_parameters()}
-    least, own = plan.config.optim.min_elements, WeakRef(model)
-    chosen = [(one, _ChooseState(plan, names, own, is_tested(one))) for one in optimizers]
-    return [optim.compress(one, choose, min_elements=least) for one, choose in chosen]
+    min_elements, own = plan.config.optim.min_elements, WeakRef(model)
+    chosen = [(one, _StateCompressors(plan, names, own, is_tested(one))) for one in optimizers]
+    return [optim.compress(one, choose, min_elements=min_elements) for one, choose in chosen]
 
 
 def unwrap(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> tuple[nn.Module, Any]:
@@ -263,9 +275,9 @@ def unwrap(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> tuple[nn.M
         >>> type(unwrap(model, optimizer)[1]).__name__
         'AdamW'
     """
-    called = joined(model, map(inner_optimizer, _listed(optimizer)))
-    inside = inside_compiled(called) or called
-    return called, _on_steppers(optimizer, lambda steppers: _unwrap(inside, steppers))
+    outer_model = module_list_of(model, map(inner_optimizer, _as_list(optimizer)))
+    inner_model = inside_compiled(outer_model) or outer_model
+    return outer_model, _with_inner_optimizers(optimizer, lambda inner: _unwrap(inner_model, inner))
 
 
 def _unwrap(model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
@@ -273,25 +285,25 @@ def _unwrap(model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
     plan = wrapped.plan
     for optimizer in optimizers:
         check_removable(optimizer, plan.config)
-    _check_all_given(wrapped, optimizers)
+    _check_all_optimizers(wrapped, optimizers)
     plain = remove(optimizers, wrapped.handles)
     if plan.state_rules:
         for one in plain:
             if not isinstance(one, optim.CompressedStates):
-                raise ValueError(_not_returned(one))
+                raise ValueError(_wrong_optimizer_message(one))
         plain = [optim.restore(one) for one in plain]
     _detach(model, plain)
     return plain
 
 
-def _not_returned(optimizer: Optimizer) -> str:
+def _wrong_optimizer_message(optimizer: Optimizer) -> str:
     return (
         f"unwrap needs the optimizer that wrap returned, not a plain {type(optimizer).__name__}; "
         "to unwrap a copy of both, copy them together: copy.deepcopy((model, optimizer))"
     )
 
 
-def _check_all_given(wrapped: Wrapped, optimizers: list[Optimizer]) -> None:
+def _check_all_optimizers(wrapped: Wrapped, optimizers: list[Optimizer]) -> None:
     """Raise unless these are the optimizers of the model, as far as they are known."""
     known = wrapped.optimizers()
     if any(one is None for one in known):  # of a copy
@@ -314,14 +326,14 @@ def _detach(model: nn.Module, optimizers: list[Optimizer]) -> None:
     delattr(model, ATTRIBUTE)
 
 
-def _let_go(model: nn.Module, coming: list[Optimizer]) -> None:
+def _undo_earlier_wrap(model: nn.Module, new_optimizers: list[Optimizer]) -> None:
     """Undo an earlier `wrap` of a model.
 
     States stay compressed, except for an optimizer that is wrapped again.
     """
     wrapped = wrapped_of(model)
     old = [one for one in wrapped.optimizers() if one is not None]
-    if any(one in chain(other) for one in coming for other in old):
+    if any(one in chain(other) for one in new_optimizers for other in old):
         _unwrap(model, old)
         return
     if len(old) < len(wrapped.optimizers()) and wrapped.plan.config.weights != KEEP:
@@ -333,37 +345,37 @@ def _let_go(model: nn.Module, coming: list[Optimizer]) -> None:
     plain = remove(old, wrapped.handles)
     for optimizer in (*old, *plain):
         if optimizer not in plain or isinstance(optimizer, optim.CompressedStates):
-            vars(optimizer)["step"] = _refuse_step
+            vars(optimizer)["step"] = _raise_replaced
     _detach(model, plain)
 
 
-def _refuse_step(*args: Any, **kwargs: Any) -> None:
+def _raise_replaced(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
         "a later memtrain.wrap of the model took another optimizer in place of this one; step the "
         "optimizer that it returned; memtrain.wrap(model, [first, second]) wraps several at once"
     )
 
 
-def _listed(optimizer: Any) -> list[Any]:
+def _as_list(optimizer: Any) -> list[Any]:
     if optimizer is None:
         return []
     return [*optimizer] if isinstance(optimizer, list | tuple) else [optimizer]
 
 
-def _on_steppers(
+def _with_inner_optimizers(
     optimizer: Any, work: Callable[[list[Optimizer]], list[Optimizer]]
 ) -> Optimizer | list[Optimizer] | None:
     """Call `work` with the optimizers that step, and return what it returns in the given form."""
-    given = _listed(optimizer)
-    holders = [_holder(one) for one in given]
-    made: list[Any] = work([inner_optimizer(one) for one in given])
-    for index, holder in enumerate(holders):
-        if holder is not None:
-            holder.optimizer, made[index] = made[index], holder
-    return made if isinstance(optimizer, list | tuple) else (made or [None])[0]
+    given_optimizers = _as_list(optimizer)
+    outers = [_outer_optimizer(one) for one in given_optimizers]
+    results: list[Any] = work([inner_optimizer(one) for one in given_optimizers])
+    for index, outer in enumerate(outers):
+        if outer is not None:
+            outer.optimizer, results[index] = results[index], outer
+    return results if isinstance(optimizer, list | tuple) else (results or [None])[0]
 
 
-def _holder(optimizer: Any) -> Any:
+def _outer_optimizer(optimizer: Any) -> Any:
     """The given optimizer if another one inside it steps, as accelerate's `prepare` makes it."""
     if inner_optimizer(optimizer) is optimizer:
         return None
@@ -390,20 +402,20 @@ def _interception(
         rounding=rounding,
         compresses=plan.compresses,
     )
-    interception.saved.watch = _watch(plan)
+    interception.saved.watch = _actnn_sensitivity(plan)
     if plan.config.activations.verify:
-        interception.saved.checks = Checks(_refuse_fault, forwards=3)
+        interception.saved.checks = Checks(_raise_verify_error, forwards=3)
     return interception
 
 
-def _refuse_fault(fault: str) -> None:
+def _raise_verify_error(fault: str) -> None:
     raise RuntimeError(
         f"activations.verify: {fault}. Keep it with a rule in activations.exceptions, and report "
         "this as a bug of memtrain"
     )
 
 
-def _watch(plan: Plan) -> ActnnSensitivity | None:
+def _actnn_sensitivity(plan: Plan) -> ActnnSensitivity | None:
     """ActNN's measurement, where it is asked for."""
     own = plan.config.activations
     if plan.bits is None or own.sensitivity != "statistics":

@@ -16,7 +16,7 @@ from memtrain.plan.plan import Plan
 from memtrain.wrapped import ATTRIBUTE, is_wrapped_with, wrapped_of
 
 
-def check_given(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
+def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise for models and optimizers that `wrap` does not take.
 
     Args:
@@ -64,8 +64,8 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
             f"{lazy[0]} has no shape yet (lazy modules): run one forward, then make the optimizer "
             "and wrap both"
         )
-    stepped = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    unknown = sum(p not in own for p in stepped)
+    trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
+    unknown = sum(p not in own for p in trained)
     if unknown and in_zero(own):
         raise ValueError(
             "DeepSpeed's ZeRO has joined the optimizer's parameters to flat vectors: call "
@@ -77,14 +77,14 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
             "wrap([model, other], optimizer) with every model that it trains, or an optimizer for "
             "each model"
         )
-    if len(set(stepped)) < len(stepped):
+    if len(set(trained)) < len(trained):
         raise ValueError(
-            f"{len(stepped) - len(set(stepped))} parameters are in two optimizers of the list; "
+            f"{len(trained) - len(set(trained))} parameters are in two optimizers of the list; "
             "allowed: each parameter in one"
         )
 
 
-def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
+def check_requests(optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Raise ValueError for what a plan asks of optimizers that they cannot do.
 
     Args:
@@ -92,13 +92,13 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
         plan: Their plan.
     """
     config = plan.config
-    asked = {
+    requests = {
         "optim=none": bool(plan.state_rules),
         "weights=keep": config.weights != KEEP,
         "gradients=keep": config.gradients != KEEP,
         "precision=none": plan.precision is not None,
     }
-    missing = [allowed for allowed, is_asked in asked.items() if is_asked]
+    missing = [allowed for allowed, is_requested in requests.items() if is_requested]
     if not optimizers and missing:
         raise ValueError(
             "optimizer=None with a config that changes more than saved activations; allowed: "
@@ -110,10 +110,10 @@ def check_optimizers(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             "scale decides for all; allowed: one optimizer, or precision=none"
         )
     for optimizer in optimizers:
-        _check_whole(optimizer, config)
+        _check_optimizer(optimizer, config)
 
 
-def _check_whole(optimizer: Optimizer, config: Config) -> None:
+def _check_optimizer(optimizer: Optimizer, config: Config) -> None:
     """Raise for an optimizer whose parameters must be stepped, or moved, all at once."""
     name = type(optimizer).__name__
     if config.gradients != KEEP:

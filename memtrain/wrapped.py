@@ -32,16 +32,16 @@ class Wrapped:
     plan: Plan
     interception: Interception | None
     handles: list[Any]
-    """Of every hook; a `ModelState` for each optimizer."""
-    _kept: Sequence[Optimizer] = ()
+    """Of every hook; a `StateDictHooks` for each optimizer."""
+    _optimizers: Sequence[Optimizer] = ()
 
     def optimizers(self) -> list[Optimizer | None]:
         """The optimizers that `wrap` returned with the model; None for one that is gone."""
-        return [one.optimizer() for one in self.handles if isinstance(one, ModelState)]
+        return [one.optimizer() for one in self.handles if isinstance(one, StateDictHooks)]
 
-    def keep(self, optimizers: Sequence[Optimizer]) -> None:
+    def keep_alive(self, optimizers: Sequence[Optimizer]) -> None:
         """Keep optimizers alive with the model; copies of the model alone have none."""
-        self._kept = optimizers
+        self._optimizers = optimizers
 
     def __getstate__(self) -> dict[str, Any]:
         weights = self.plan.config.weights
@@ -53,16 +53,16 @@ class Wrapped:
                 RuntimeWarning,
                 stacklevel=2,
             )
-        return {**vars(self), "_kept": ()}
+        return {**vars(self), "_optimizers": ()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         for handle in self.handles:
-            if isinstance(handle, ModelState):
+            if isinstance(handle, StateDictHooks):
                 handle.wrapped = WeakRef[Wrapped](self)
 
 
-def joined(model: nn.Module | Sequence[nn.Module], optimizers: Iterable[Any]) -> nn.Module:
+def module_list_of(model: nn.Module | Sequence[nn.Module], optimizers: Iterable[Any]) -> nn.Module:
     """The `ModuleList` that `wrap` made of a list of models; a module as it is.
 
     Args:
@@ -124,7 +124,7 @@ def plan_of(model: nn.Module) -> Plan:
     return wrapped_of(model).plan
 
 
-class ModelState:
+class StateDictHooks:
     """Hooks that save `state_dict(model)` with its optimizer, and load it with that.
 
     The model and an optimizer of memtrain's both refer to this object, so that copies of both share
@@ -151,8 +151,8 @@ class ModelState:
         """
         self.optimizer = WeakRef(optimizer)
         self._handles = [
-            optimizer.register_state_dict_post_hook(self._save),
-            optimizer.register_load_state_dict_pre_hook(self._take),
+            optimizer.register_state_dict_post_hook(self._add_state),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
             optimizer.register_load_state_dict_post_hook(self._load),
         ]
         if isinstance(optimizer, CompressedStates | OptimizerWrapper):
@@ -164,13 +164,13 @@ class ModelState:
         for handle in self._handles:
             handle.remove()
 
-    def _save(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
+    def _add_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> dict[str, Any]:
         wrapped = self.wrapped()
         if wrapped is None or wrapped.interception is None:
             return saved
         return in_groups.saved(saved, {"model": _state(wrapped)})
 
-    def _take(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+    def _before_load(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         self._loaded = in_groups.found(loaded).get("model", {})
         return loaded if isinstance(optimizer, OptimizerWrapper) else in_groups.without(loaded)
 
@@ -204,7 +204,7 @@ def _state(wrapped: Wrapped) -> dict[str, Any]:
     if wrapped.plan.precision is not None:
         state["precision"] = wrapped.plan.precision.state_dict()
     if wrapped.plan.bits is not None and wrapped.interception is not None:
-        watch = _statistics(wrapped.interception)
+        watch = _actnn_sensitivity(wrapped.interception)
         if watch is not None:
             watch.flush()
         state["bits"] = wrapped.plan.bits.state_dict()
@@ -240,7 +240,7 @@ def _load(wrapped: Wrapped, state_dict: dict[str, Any]) -> None:
     if bits is not None:
         bits.load_state_dict(state_dict["bits"])
         interception.record_again()
-    watch = _statistics(interception)
+    watch = _actnn_sensitivity(interception)
     if watch is not None:
         watch.reset()
 
@@ -301,7 +301,7 @@ def adapter(model: nn.Module) -> GactAdapter:
     return GactAdapter(interception, bits, interval=wrapped.plan.config.activations.adapt_interval)
 
 
-def _statistics(interception: Interception) -> ActnnSensitivity | None:
+def _actnn_sensitivity(interception: Interception) -> ActnnSensitivity | None:
     watch = interception.saved.watch
     return watch if isinstance(watch, ActnnSensitivity) else None
 
@@ -328,7 +328,7 @@ def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
         >>> model.weight.item(), fp32_state_dict(model)["weight"].item()
         (0.10009765625, 0.10000000149011612)
     """
-    masters, found = _masters(model), {}
+    masters, found = _master_owners(model), {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, nn.Parameter) and value.is_floating_point():
             owner = masters.get(value)
@@ -348,7 +348,7 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
     Raises:
         ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
     """
-    masters = _masters(model)
+    masters = _master_owners(model)
     own = model.state_dict(keep_vars=True)
     if own.keys() != state_dict.keys():
         wrong = sorted(own.keys() ^ state_dict.keys())[:5]
@@ -363,7 +363,7 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
             masters[value].set_master(value, state_dict[name])
 
 
-def _masters(model: nn.Module) -> dict[Tensor, Any]:
+def _master_owners(model: nn.Module) -> dict[Tensor, Any]:
     """Parameter -> the optimizer's part that knows its float32 master; empty if none is split."""
     wrapped = wrapped_of(model)
     if wrapped.plan.config.weights == KEEP:

@@ -12,7 +12,7 @@ from memtrain.config.sources import GRADIENTS, WEIGHTS, Config
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.release_checks import CLIPS
 from memtrain.optim.wrappers.weights import FORMATS
-from memtrain.plan.entries import WORKSPACE
+from memtrain.plan.predicted_bytes import WORKSPACE
 from memtrain.training.data import build_source
 from memtrain.training.run import Run
 from memtrain.training.settings import compose, from_mapping

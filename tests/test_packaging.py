@@ -39,10 +39,10 @@ from memtrain.cli.report import main as report
 assert train.main(["experiment=smoke", "training.steps=2", "output.folder=runs"]) == 0
 assert report.main(["--help"]) == fewbit.main(["relu"]) == 0
 from memtrain.audit.report import Report
-from memtrain.cli.render.outcome import Outcome
-from memtrain.cli.render.data_files import as_text
+from memtrain.cli.render.report_data import ReportData
+from memtrain.cli.render.json_file import as_text
 report = Report(rows=(), kept=(), unmatched=(), loss=True)
-assert "memtrain-report" in as_text(Outcome(report, {{}}))
+assert "memtrain-report" in as_text(ReportData(report, {{}}))
 """
 
 

@@ -29,8 +29,8 @@ from memtrain.audit.peak.training_step import StepOptions, check_batch
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.config.sizes import format_size
 from memtrain.optim.states.first_step import inner_optimizer
-from memtrain.plan.entries import UNKNOWN, PlanEntry
 from memtrain.plan.plan import Plan, make_plan
+from memtrain.plan.predicted_bytes import UNKNOWN, PlanEntry
 from memtrain.plan.rules import NO_RULE
 
 CATEGORIES = {

@@ -41,7 +41,7 @@ def _raise_broken_pipe() -> None:
     raise BrokenPipeError
 
 
-def drop_output() -> None:
+def discard_output() -> None:
     """Discard, after a BrokenPipeError, what Python would flush at exit."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -115,7 +115,7 @@ def check_writable(path: Path, option: str) -> None:
 
 
 @contextmanager
-def replaced(path: Path, option: str) -> Iterator[Path]:
+def atomic_file(path: Path, option: str) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` if the block succeeds.
 
     Args:
@@ -131,7 +131,7 @@ def replaced(path: Path, option: str) -> Iterator[Path]:
     Example:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "a.txt"
-        >>> with replaced(path, "--csv") as partial:
+        >>> with atomic_file(path, "--csv") as partial:
         ...     _ = partial.write_text("whole")
         >>> path.read_text()
         'whole'

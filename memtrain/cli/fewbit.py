@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.table import Table
 
-from memtrain.cli.command_line import Parser, consoles, drop_output
+from memtrain.cli.command_line import Parser, consoles, discard_output
 
 if TYPE_CHECKING:
     from memtrain.compressors.fewbit.step_function import Approximation
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         run(arguments, console)
     except BrokenPipeError:
-        drop_output()
+        discard_output()
     except (ValueError, TypeError) as error:
         errors.print(f"memtrain-fewbit: {error}", markup=False)
         return 2

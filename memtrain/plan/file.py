@@ -11,7 +11,7 @@ from omegaconf import OmegaConf
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config, check_keys, from_mapping
 from memtrain.config.sources import load as load_config
-from memtrain.plan.build import build, spec
+from memtrain.plan.compressor_specs import build_compressor, compressor_spec
 
 HEADER, VERSION = "memtrain_plan", 1
 _TITLE = f"""\
@@ -133,7 +133,7 @@ def _checked(values: dict[str, Any], lines: dict[tuple[str, ...], int], name: st
                 allowed = "three names with ' / ' between"
                 raise ValueError(f"{at(part, 'sites', site)}: site {site!r}; allowed: {allowed}")
             try:
-                build(decision)
+                build_compressor(decision)
             except (ValueError, TypeError) as error:
                 raise ValueError(f"{at(part, 'sites', site)}: {error}") from error
     try:
@@ -178,7 +178,7 @@ def _sites(decisions: list[_Line]) -> str:
     text = "  sites:\n"
     for site, compressor, comment in decisions:
         note = f"  # {comment}" if comment else ""
-        text += f"    {_flow(site)}: {_flow(spec(compressor))}{note}\n"
+        text += f"    {_flow(site)}: {_flow(compressor_spec(compressor))}{note}\n"
     return text
 
 
@@ -190,7 +190,7 @@ def _flow(value: Any) -> str:
 def _tree(value: Any) -> Any:
     """Return a config without its preset as plain values."""
     if isinstance(value, Compressor):
-        return spec(value)
+        return compressor_spec(value)
     if is_dataclass(value) and not isinstance(value, type):
         names = [item.name for item in fields(value) if item.name != "preset"]
         return {name: _tree(getattr(value, name)) for name in names}

@@ -27,22 +27,22 @@ from memtrain.optim.states.layout import is_unsigned
 from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.weights import parse
 from memtrain.plan import file
-from memtrain.plan.entries import (
+from memtrain.plan.file import load
+from memtrain.plan.predicted_bytes import (
     NO_COUNTER,
     UNKNOWN,
     PlanEntry,
-    merge,
+    merge_records,
     predict_gradients,
     predict_states,
     predict_weights,
     training_dtypes,
 )
-from memtrain.plan.file import load
 from memtrain.plan.rules import (
     Rules,
     activation_rules,
     compresses,
-    missing,
+    raise_missing,
     recompute_inputs,
     state_rules,
     state_site,
@@ -137,7 +137,7 @@ class Plan:
         """
         alternatives = [(name, state) for name in self._aliases.get(parameter, (parameter,))]
         rules = self.state_rules
-        chosen = rules.choose_any(alternatives, signed=not is_unsigned(state))
+        chosen = rules.choose_tied(alternatives, signed=not is_unsigned(state))
         if tested or not compresses(chosen) or any(map(rules.is_exception, alternatives)):
             return chosen
         return UNTESTED
@@ -152,7 +152,7 @@ class Plan:
         Recorded sites stay, unless their automatic bits have changed.
         """
         records = list(records)
-        new = {entry.site: entry for entry in merge(records)}
+        new = {entry.site: entry for entry in merge_records(records)}
         stale = self.bits.stale if self.bits is not None else set()
         rows = self._entries.setdefault("activation", [])
         rows[:] = [new.get(row.site, row) if row.site in stale else row for row in rows]
@@ -329,10 +329,10 @@ def make_plan(
             whose module or parameter does not exist.
         TypeError: For values of the wrong type.
     """
-    called = model
-    each = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
-    each = [inner_optimizer(one) for one in each]
-    model = inside_compiled(called) or called
+    outer_model = model
+    optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
+    optimizers = [inner_optimizer(one) for one in optimizers]
+    model = inside_compiled(outer_model) or outer_model
     config = file.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
     modules = [name for name, _ in model.named_modules()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -348,24 +348,24 @@ def make_plan(
     no_blocks = BLOCKS in config.activations.recompute and not recomputed(model, [BLOCKS])
     bits = plan.automatic_bits()
     plan = replace(plan, bits=bits, precision=precision, no_blocks=no_blocks)
-    plan._entries["weight"] = predict_weights(model, each, config)
-    plan._entries["gradient"] = predict_gradients(model, each, config)
-    least = config.optim.min_elements
+    plan._entries["weight"] = predict_weights(model, optimizers, config)
+    plan._entries["gradient"] = predict_gradients(model, optimizers, config)
+    min_elements = config.optim.min_elements
     masters = training_dtypes(model, config)
     states = plan._entries["state"] = []
-    for one in each:
+    for one in optimizers:
         by_rules = partial(plan.choose_state, tested=is_tested(one)) if plan.state_rules else None
-        states += predict_states(model, one, by_rules, min_elements=least, masters=masters)
+        states += predict_states(model, one, by_rules, min_elements=min_elements, masters=masters)
     if config.optim.device == CPU:
         plan._entries["state"] = [replace(one, planned=0, host=one.planned) for one in states]
     _check_states(plan)
     if batch is not None:
         choices: dict[Site, Compressor | Keep] = {}
-        plan.record(plan.trace(called, batch, choices))
+        plan.record(plan.trace(outer_model, batch, choices))
         known = {site.name for site in choices}
         known.update(entry.site for entry in plan.entries("activation"))
         unknown = [name for name in config.activations.sites if name not in known]
-        missing(unknown, "no op of the forward saves them")
+        raise_missing(unknown, "no op of the forward saves them")
     return plan
 
 
@@ -385,7 +385,7 @@ def _check_states(plan: Plan) -> None:
     params = {state_site(entry.site) for entry in entries}
     known = {(tied, state) for name, state in params for tied in plan._aliases.get(name, (name,))}
     unknown = [site for site in plan.config.optim.sites if state_site(site) not in known]
-    missing(unknown, "the optimizer has no such states")
+    raise_missing(unknown, "the optimizer has no such states")
 
 
 def _aliases(parameters: Mapping[str, nn.Parameter]) -> dict[str, tuple[str, ...]]:

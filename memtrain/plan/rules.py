@@ -12,7 +12,7 @@ from memtrain.compressors.auto import Auto
 from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
 from memtrain.compressors.registry import check_role
 from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
-from memtrain.plan.build import build
+from memtrain.plan.compressor_specs import build_compressor
 
 
 def expand(text: str) -> tuple[str, ...]:
@@ -50,40 +50,34 @@ class Rules:
         names: Sequence[str],
         sites: Mapping[tuple[str, ...], Any] | None = None,
     ) -> None:
-        self._sites = {
-            site: {signed: build(what, signed=signed) for signed in (True, False)}
-            for site, what in (sites or {}).items()
-        }
+        self._sites = {site: _signs(what) for site, what in (sites or {}).items()}
         self._rules = [
-            (
-                tuple(expand(str(getattr(rule, name))) for name in names),
-                {signed: build(rule.compressor, signed=signed) for signed in (True, False)},
-            )
+            (tuple(expand(str(getattr(rule, name))) for name in names), _signs(rule.compressor))
             for rule in (*exceptions, *rules)
         ]
         self._exceptions = [
             " ".join(f"{name}={x}" for name in names if (x := str(getattr(rule, name))) != "*")
             for rule in exceptions
         ]
-        self._first: dict[tuple[str, ...], int] = {}  # names -> the winning rule
+        self._matched: dict[tuple[str, ...], int] = {}  # names -> the winning rule
 
     def choose(self, names: tuple[str, ...], *, signed: bool = True) -> Compressor | Keep:
         """Return the compressor for a site, or the reason to keep it."""
         if names in self._sites:
             return self._sites[names][signed]
-        first = self._winner(names)
+        first = self._first_match(names)
         return NO_RULE if first == len(self._rules) else self._rules[first][1][signed]
 
     def is_exception(self, names: tuple[str, ...]) -> bool:
         """Return whether a rule of the user's matches a site."""
-        return self._winner(names) < len(self._exceptions)
+        return self._first_match(names) < len(self._exceptions)
 
-    def choose_any(
+    def choose_tied(
         self, alternatives: Sequence[tuple[str, ...]], *, signed: bool = True
     ) -> Compressor | Keep:
         """Choose for a site with several names (a tied weight): the first matching rule wins."""
         exact = [names for names in alternatives if names in self._sites]
-        return self.choose((exact or [min(alternatives, key=self._winner)])[0], signed=signed)
+        return self.choose((exact or [min(alternatives, key=self._first_match)])[0], signed=signed)
 
     def compressors(self) -> list[Compressor | Keep]:
         """Return every compressor that the rules may choose."""
@@ -98,24 +92,29 @@ class Rules:
 
     def idle_exceptions(self) -> list[str]:
         """Return the user's rules that have not won at any site, such as `2: op=gelo`."""
-        won = set(self._first.values())
+        won = set(self._matched.values())
         listed = enumerate(self._exceptions)
         return [f"{index}: {text or 'everything'}" for index, text in listed if index not in won]
 
-    def _winner(self, names: tuple[str, ...]) -> int:
-        if names not in self._first:
+    def _first_match(self, names: tuple[str, ...]) -> int:
+        if names not in self._matched:
             matching = (
                 index
                 for index, (patterns, _) in enumerate(self._rules)
                 if all(map(matches, names, patterns))
             )
-            self._first[names] = next(matching, len(self._rules))
-        return self._first[names]
+            self._matched[names] = next(matching, len(self._rules))
+        return self._matched[names]
 
     def __bool__(self) -> bool:
         """Return whether any rule compresses."""
         exact = (chosen for signs in self._sites.values() for chosen in signs.values())
         return bool(self._rules) or any(not isinstance(chosen, Keep) for chosen in exact)
+
+
+def _signs(value: Any) -> dict[bool, Compressor | Keep]:
+    """Return the compressors for tensors with and without negative values."""
+    return {signed: build_compressor(value, signed=signed) for signed in (True, False)}
 
 
 def compresses(chosen: Compressor | Keep) -> bool:
@@ -128,29 +127,29 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def activation_rules(own: Activations, modules: Sequence[str]) -> Rules:
+def activation_rules(config: Activations, modules: Sequence[str]) -> Rules:
     """Build the rules for saved tensors.
 
     Raises:
         ValueError: For an exception, a plan file's site or a recomputed module that the model does
             not have, and for a compressor that rules may not name.
     """
-    _check_exceptions(own.exceptions, "module", modules)
-    recompute_inputs(own)
-    sites = {site: Site.parse(site) for site in own.sites}
+    _check_exceptions(config.exceptions, "module", modules)
+    recompute_inputs(config)
+    sites = {site: Site.parse(site) for site in config.sites}
     unknown = [name for name, site in sites.items() if site.module not in modules]
-    missing(unknown, "the model has no such modules")
-    for pattern in own.recompute:
+    raise_missing(unknown, "the model has no such modules")
+    for pattern in config.recompute:
         if pattern != BLOCKS and not any(fnmatchcase(name, pattern) for name in modules):
             hint = nearest(pattern, modules)[:500]
             raise ValueError(f"activations.recompute={pattern!r} matches no module; {hint}")
-    exact = {tuple(site): own.sites[name] for name, site in sites.items()}
-    rules = Rules(own.exceptions, own.rules, ("module", "op", "tensor"), exact)
+    exact = {tuple(site): config.sites[name] for name, site in sites.items()}
+    rules = Rules(config.exceptions, config.rules, ("module", "op", "tensor"), exact)
     rules.check(ACTIVATION)
     return rules
 
 
-def recompute_inputs(own: Activations) -> Compressor | Keep:
+def recompute_inputs(config: Activations) -> Compressor | Keep:
     """Build the compressor for the inputs of recomputed modules, or the reason to keep them.
 
     Raises:
@@ -161,29 +160,29 @@ def recompute_inputs(own: Activations) -> Compressor | Keep:
         >>> recompute_inputs(Activations(recompute_inputs={"name": "group", "bits": 8})).bits
         8
     """
-    if own.recompute_inputs == KEEP:
+    if config.recompute_inputs == KEEP:
         return CHECKPOINT_INPUT
-    built = build(own.recompute_inputs)
+    built = build_compressor(config.recompute_inputs)
     if not isinstance(built, Keep) and not built.serves(CHECKPOINTED_INPUT):
         raise ValueError(
-            f"activations.recompute_inputs={own.recompute_inputs!r}; allowed: keep, or a "
+            f"activations.recompute_inputs={config.recompute_inputs!r}; allowed: keep, or a "
             "compressor of any numbers such as {name: group, bits: 8}"
         )
     return built
 
 
-def state_rules(own: Optim, parameters: Sequence[str]) -> Rules:
+def state_rules(config: Optim, parameters: Sequence[str]) -> Rules:
     """Build the rules for optimizer states.
 
     Raises:
         ValueError: For an exception or a plan file's site whose parameter does not exist, and for a
             compressor that cannot store a state.
     """
-    _check_exceptions(own.exceptions, "parameter", parameters)
-    unknown = [site for site in own.sites if state_site(site)[0] not in parameters]
-    missing(unknown, "the model has no such parameters")
-    exact = {state_site(site): what for site, what in own.sites.items()}
-    rules = Rules(own.exceptions, own.rules, ("parameter", "state"), exact)
+    _check_exceptions(config.exceptions, "parameter", parameters)
+    unknown = [site for site in config.sites if state_site(site)[0] not in parameters]
+    raise_missing(unknown, "the model has no such parameters")
+    exact = {state_site(site): what for site, what in config.sites.items()}
+    rules = Rules(config.exceptions, config.rules, ("parameter", "state"), exact)
     if any(isinstance(chosen, Auto) for chosen in rules.compressors()):
         raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
     rules.check(STATE)
@@ -201,7 +200,7 @@ def state_site(name: str) -> tuple[str, str]:
     return parts[0], parts[-1]
 
 
-def missing(sites: Sequence[str], why: str) -> None:
+def raise_missing(sites: Sequence[str], why: str) -> None:
     """Raise ValueError for sites of a plan that do not exist, with the first ten names."""
     if sites:
         more = f" and {len(sites) - 10} more" if len(sites) > 10 else ""

@@ -9,8 +9,8 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from memtrain.compressors import Keep
 from memtrain.config.sources import CPU, Config, Optim, StateRule
-from memtrain.plan.entries import training_dtypes
 from memtrain.plan.plan import Plan, make_plan
+from memtrain.plan.predicted_bytes import training_dtypes
 from memtrain.plan.rules import state_site
 from memtrain.planner.goal import Goal
 from memtrain.planner.noise import moment_error

@@ -17,7 +17,7 @@ from memtrain.audit.join import join
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import KEEP
-from memtrain.plan.build import spec
+from memtrain.plan.compressor_specs import compressor_spec
 from memtrain.plan.plan import Plan
 from memtrain.plan.rules import activation_rules as rules_of
 from memtrain.planner.goal import Progress, silent
@@ -296,5 +296,5 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
 @cache
 def _named(chosen: Compressor) -> str:
     """As a plan file has it: `group 4`."""
-    own = spec(chosen)
+    own = compressor_spec(chosen)
     return " ".join(str(own[field]) for field in ("name", "bits") if field in own)

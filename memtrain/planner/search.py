@@ -24,10 +24,10 @@ from memtrain.config.sizes import parse_size
 from memtrain.config.sources import KEEP, Config
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan import plan as rules
-from memtrain.plan.build import spec
-from memtrain.plan.entries import training_dtypes
+from memtrain.plan.compressor_specs import compressor_spec
 from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
+from memtrain.plan.predicted_bytes import training_dtypes
 from memtrain.planner.advice import advice
 from memtrain.planner.cost_model import Rates
 from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Progress, silent
@@ -420,7 +420,7 @@ def config_of(candidate: CandidatePlan) -> Config:
             continue
         for item, index in zip(segment.items, own, strict=True):
             choices = item.options[index].choices
-            sites |= {site.name: spec(chosen) for site, chosen in choices.items()}
+            sites |= {site.name: compressor_spec(chosen) for site, chosen in choices.items()}
     activations = replace(config.activations, rules=[], sites=sites, recompute=again)
     return replace(config, activations=activations, optim=candidate.states.config)
 

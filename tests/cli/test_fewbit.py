@@ -110,7 +110,7 @@ class Closed(io.TextIOWrapper):
 
 def test_a_pipe_may_close_early(monkeypatch):
     dropped = []
-    monkeypatch.setattr("memtrain.cli.fewbit.drop_output", lambda: dropped.append(True))
+    monkeypatch.setattr("memtrain.cli.fewbit.discard_output", lambda: dropped.append(True))
     monkeypatch.setattr(sys, "stdout", Closed(io.BytesIO()))
     assert main(["gelu", "--bits", "3"]) == 0
     assert dropped == [True]

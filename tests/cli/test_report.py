@@ -18,8 +18,8 @@ from memtrain.audit.report import CATEGORIES, KeptTensors, Report, Row
 from memtrain.cli.models.build_model import build
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
-from memtrain.cli.render.data_files import as_json
-from memtrain.cli.render.outcome import Outcome
+from memtrain.cli.render.json_file import as_json
+from memtrain.cli.render.report_data import ReportData
 from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main, write
 from tests.graphs import graph_nodes
@@ -72,7 +72,7 @@ def test_json_has_the_documented_schema():
     )  # fmt: skip
     moment = {"label": "forward of a", "phase": "forward", "nbytes": 9,
               "parts": {"weights": 8, "inputs": 1}}  # fmt: skip
-    content = json.loads(json.dumps(as_json(Outcome(report, {"model": "gpt2"}))))
+    content = json.loads(json.dumps(as_json(ReportData(report, {"model": "gpt2"}))))
     assert content == {
         "schema": "memtrain-report",
         "version": 1,
@@ -106,13 +106,13 @@ def test_json_has_the_documented_schema():
         ],
         "unmatched_rules": ["activations.rules.0: op=[silu]"],
     }  # fmt: skip
-    bare = as_json(Outcome(replace(report, timeline=None, planned_timeline=None), {}))
+    bare = as_json(ReportData(replace(report, timeline=None, planned_timeline=None), {}))
     assert (bare["peak"], bare["timeline"]) == (None, {})
 
 
 def test_long_names_fold_and_markup_is_shown_as_it_is(report, settings, capsys):
     name = report.rows[-2].name
-    show(Console(width=80), Outcome(report, settings), by="site", top=20)
+    show(Console(width=80), ReportData(report, settings), by="site", top=20)
     text = capsys.readouterr().out
     assert max(map(len, text.splitlines())) <= 80
     bytes_ = r"\s|100B|0\.\d+|KiB|1$"

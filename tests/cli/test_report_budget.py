@@ -14,17 +14,17 @@ import memtrain
 from memtrain import planner
 from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.cli.command_line import working
-from memtrain.cli.render.data_files import as_text
-from memtrain.cli.render.outcome import Outcome, verdict
+from memtrain.cli.render.json_file import as_text
+from memtrain.cli.render.report_data import ReportData, budget_lines
 from memtrain.cli.render.text_tables import show
-from memtrain.cli.report import fitting
-from memtrain.cli.report.arguments import requested, settings
+from memtrain.cli.report import budget
+from memtrain.cli.report.arguments import parse_keys, settings
 from memtrain.cli.report.main import main
 from memtrain.config.sources import Config
 
 
 def asked(*overrides):
-    return requested(["model=gpt2", *overrides])
+    return parse_keys(["model=gpt2", *overrides])
 
 
 def test_the_keys_of_a_budget_reach_the_planner(monkeypatch):
@@ -34,20 +34,20 @@ def test_the_keys_of_a_budget_reach_the_planner(monkeypatch):
         given.update(budget=budget, goal=goal, cfg=cfg)
         return "found"
 
-    monkeypatch.setattr(fitting, "fit", fit)
+    monkeypatch.setattr(budget, "fit", fit)
     request, config = asked(
         "budget=24GiB", "allow='recompute, release'", "max_error=0.5", "objective=error", "seed=3"
     )
     built, step = (None, None, None), StepOptions(device="cpu")
-    found = fitting.planned(request, config, built, fitting.goal(request, step))
+    found = budget.plan_for_budget(request, config, built, budget.planner_goal(request, step))
     assert found == "found"
     assert given["budget"] == "24GiB"
     assert given["cfg"].seed == 3
     goal = given["goal"]
     assert (goal.names, goal.max_error, goal.objective) == ({"recompute", "release"}, 0.5, "error")
     assert goal.options is step
-    assert fitting.goal(asked()[0], step) is None
-    assert fitting.planned(asked()[0], config, built, None) is None
+    assert budget.planner_goal(asked()[0], step) is None
+    assert budget.plan_for_budget(asked()[0], config, built, None) is None
 
 
 def test_the_keys_are_shown_where_they_mean_something():
@@ -72,11 +72,11 @@ def test_a_plan_file_takes_the_place_of_the_keys(tmp_path):
     path = tmp_path / "plan.yaml"
     path.write_text("memtrain_plan: 1\nseed: 7\n")
     request, config = asked(f"plan={path}")
-    assert fitting.chosen(request, config).seed == 7
-    assert fitting.chosen(asked()[0], config) is config
+    assert budget.load_config(request, config).seed == 7
+    assert budget.load_config(asked()[0], config) is config
     request, _ = asked("plan=nowhere.yaml")
     with pytest.raises(ValueError, match="is no file"):
-        fitting.chosen(request, config)
+        budget.load_config(request, config)
     with pytest.raises(ValueError, match=r"plan= takes the place .* 'seed=3' is not for it"):
         asked(f"plan={path}", "seed=3")
 
@@ -84,7 +84,7 @@ def test_a_plan_file_takes_the_place_of_the_keys(tmp_path):
 def test_a_plan_is_written(tmp_path):
     model = nn.Sequential(nn.Linear(64, 64), nn.GELU())
     built = model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64)
-    fitting.save(tmp_path / "plan.yaml", built, Config(seed=5), StepOptions())
+    budget.save_plan(tmp_path / "plan.yaml", built, Config(seed=5), StepOptions())
     assert "seed: 5" in (tmp_path / "plan.yaml").read_text()
 
 
@@ -127,7 +127,7 @@ def test_a_plan_of_another_model_names_its_sites(builder, capsys):
 def test_what_does_not_fit_is_reported_in_lines(capsys):
     moment = Moment("step", "step", 3 * 2**30, {"weights": 2**30, "gradients": 2**31})
     error = planner.DoesNotFit(2**30, moment, ["a smaller model"])
-    fitting.show_misfit(Console(soft_wrap=True), error)
+    budget.print_misfit(Console(soft_wrap=True), error)
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == (
         "memtrain-report: budget=1.00 GiB is too small: the smallest peak found is 3.00 GiB, "
@@ -164,21 +164,21 @@ def test_what_the_planner_found_is_in_the_json_and_in_the_tables(report, setting
         states="factored", chosen={"group 4": 2, "recompute": 1},
         rates="byte counts",
     )  # fmt: skip
-    outcome = Outcome(report, settings, fit=found)
-    content = json.loads(as_text(outcome))["planner"]
+    data = ReportData(report, settings, fit=found)
+    content = json.loads(as_text(data))["planner"]
     assert (content["budget"], content["promised_peak"]) == (2**21, 2**20)
     assert content["states"] == "factored"
     assert content["chosen"] == {"group 4": 2, "recompute": 1}
     assert (content["seconds"], content["plain_seconds"]) == (1.2, 1.0)
     assert (content["error"], content["weights"], content["gradients"]) == (0.5, "keep", "keep")
     console = Console(file=io.StringIO(), width=80)
-    show(console, outcome)
+    show(console, data)
     page = console.file.getvalue()
     for words in ("1.00 MiB, in the step", "+20.0% against plain PyTorch", "2 with 4-bit group",
                   "factored; weights: keep"):  # fmt: skip
         assert words in page
     # plain takes 32.5 MiB at its peak, planned 20
-    for budget, first, second in (
+    for limit, first, second in (
         (40, "plain PyTorch fits 40.00 MiB as it is: it needs 32.50 MiB",
          "it fits: 20.00 MiB, and 20.00 MiB stay free"),
         (25, "plain PyTorch does not fit 25.00 MiB: it needs 32.50 MiB, most of it "
@@ -186,11 +186,11 @@ def test_what_the_planner_found_is_in_the_json_and_in_the_tables(report, setting
          "it fits: 20.00 MiB, and 5.00 MiB stay free"),
         (10, "plain PyTorch does not fit 10.00 MiB", "it does not fit: 20.00 MiB"),
     ):  # fmt: skip
-        outcome = Outcome(report, settings, fit=replace(found, budget=budget * 2**20))
-        lines = [*verdict(outcome)]
+        data = ReportData(report, settings, fit=replace(found, budget=limit * 2**20))
+        lines = [*budget_lines(data)]
         assert lines[0].startswith(first)
         assert lines[1].endswith(second)
-    assert [*verdict(Outcome(report, settings))] == []
+    assert [*budget_lines(ReportData(report, settings))] == []
 
 
 def test_a_bar_shows_the_stage_and_its_parts():

@@ -9,7 +9,14 @@ from rich.console import Console
 
 from memtrain.audit.report import Report, Row
 from memtrain.cli.render.charts import step_svg
-from memtrain.cli.render.outcome import BY, Outcome, advice, broken_limit, grouped, timelines
+from memtrain.cli.render.report_data import (
+    GROUPINGS,
+    ReportData,
+    advice,
+    limit_error,
+    sum_rows,
+    timelines,
+)
 from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main
 from memtrain.config.sizes import format_size
@@ -23,14 +30,14 @@ def printed(show, *arguments, **options):
     return text
 
 
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("by", GROUPINGS)
 def test_tables_are_those_on_file(by, report, settings, golden):
-    golden(f"report_{by}.txt", printed(show, Outcome(report, settings), by=by, top=5))
+    golden(f"report_{by}.txt", printed(show, ReportData(report, settings), by=by, top=5))
 
 
-@pytest.mark.parametrize("by", BY)
+@pytest.mark.parametrize("by", GROUPINGS)
 def test_sums_are_those_of_the_report(by, report):
-    sums = grouped(report, by)
+    sums = sum_rows(report, by)
     total = report.totals()["total"]
     assert sum(one.plain for _, one, _ in sums) == total.plain
     assert sum(one.planned for _, one, _ in sums) == total.planned
@@ -76,9 +83,9 @@ def test_what_is_left_is_reported_with_what_would_shrink_it(report):
 def test_a_limit():
     row = Row(name="w", kind="weight", plain=4000, planned=2000)
     report = Report(rows=(row,), kept=(), unmatched=(), loss=True)
-    assert broken_limit(report, None) == broken_limit(report, 2000) == ""
-    assert broken_limit(report, 1999) == "the planned total, 1.95 KiB, is over --fail-over 1.95 KiB"
+    assert limit_error(report, None) == limit_error(report, 2000) == ""
+    assert limit_error(report, 1999) == "the planned total, 1.95 KiB, is over --fail-over 1.95 KiB"
     unknown = Report(rows=(row,), kept=(), unmatched=(), loss=True, unknown={"state": "no"})
-    assert broken_limit(unknown, 10**9) == "the limit cannot be checked: no"
-    assert broken_limit(unknown, None) == ""
-    assert broken_limit(Report(rows=(), kept=(), unmatched=(), loss=True), 0) == ""
+    assert limit_error(unknown, 10**9) == "the limit cannot be checked: no"
+    assert limit_error(unknown, None) == ""
+    assert limit_error(Report(rows=(), kept=(), unmatched=(), loss=True), 0) == ""

@@ -10,29 +10,29 @@ from memtrain.audit.report import Report
 from memtrain.cli.command_line import working
 from memtrain.cli.models.build_model import build
 from memtrain.cli.models.request import Request
-from memtrain.cli.render.outcome import (
-    MOST,
-    Outcome,
-    at_peak,
-    described,
-    sizes_that_fit,
-    thinned,
+from memtrain.cli.render.report_data import (
+    MAX_MOMENTS,
+    ReportData,
+    downsample,
+    live_at_peak,
+    peak_lines,
+    size_lines,
     timelines,
 )
-from memtrain.cli.report.fitting import largest_sizes
+from memtrain.cli.report.budget import largest_sizes
 from memtrain.cli.report.main import main
 from memtrain.config.sources import load
 
 
 def test_the_peak_is_reported_with_what_is_alive_then(report):
-    alive = at_peak(report)
+    alive = live_at_peak(report)
     assert (alive["total"].plain, alive["total"].planned) == (34078720, 20971520)
     assert sum(pair.plain for name, pair in alive.items() if name != "total") == 34078720
-    assert described(report)[0].startswith(
+    assert peak_lines(report)[0].startswith(
         "plain: 32.50 MiB at the peak, in the backward of h.1.mlp.act / gelu; tensors ask for 32.0"
     )
     bare = Report(rows=(), kept=(), unmatched=(), loss=True)
-    assert (at_peak(bare), described(bare), timelines(bare)) == ({}, [], {})
+    assert (live_at_peak(bare), peak_lines(bare), timelines(bare)) == ({}, [], {})
 
 
 def test_a_measured_peak_stands_beside_the_predicted_one():
@@ -43,20 +43,20 @@ def test_a_measured_peak_stands_beside_the_predicted_one():
         rows=(), kept=(), unmatched=(), loss=True, timeline=line(1010), planned_timeline=line(99),
         measured=line(1000), planned_measured=line(100),
     )  # fmt: skip
-    lines = [text.partition("; ")[2] for text in described(report)]
+    lines = [text.partition("; ")[2] for text in peak_lines(report)]
     assert [*lines[:2], *lines[4:]] == ["", "", "predicted +1.0%", "predicted -1.0%"]
     assert all(line.startswith("at the peak 0.00 KiB of them are alive") for line in lines[2:4])
 
 
-@pytest.mark.parametrize("count", [1, 2, MOST, MOST + 1, 5 * MOST + 3])
+@pytest.mark.parametrize("count", [1, 2, MAX_MOMENTS, MAX_MOMENTS + 1, 5 * MAX_MOMENTS + 3])
 def test_thinning_keeps_the_peak_and_the_order(count):
     sizes = torch.randperm(count).tolist()
     moments = [Moment(str(index), "forward", size, {}) for index, size in enumerate(sizes)]
-    kept = thinned(moments)
-    assert len(kept) == min(count, MOST)
+    kept = downsample(moments)
+    assert len(kept) == min(count, MAX_MOMENTS)
     assert max(moment.nbytes for moment in kept) == count - 1
     assert [int(moment.label) for moment in kept] == sorted(int(moment.label) for moment in kept)
-    assert thinned([]) == []
+    assert downsample([]) == []
 
 
 def test_a_real_step_confirms_the_predicted_one(builder, capsys, monkeypatch):
@@ -91,7 +91,7 @@ def test_sizes_that_fit_are_those_of_the_search(builder, capsys, monkeypatch):
     def search(model, optimizer, batch, cfg, *, memory, what, most, options):
         return type("Found", (), {"size": 1234 if cfg is None else 5678})
 
-    monkeypatch.setattr("memtrain.cli.report.fitting.largest", search)
+    monkeypatch.setattr("memtrain.cli.report.budget.largest", search)
     assert main(["model=py:theirs:build", "--no-peak", "memory=2MB", "--json", "a.json"]) == 0
     content = json.loads((builder / "a.json").read_text())["fits"]
     assert (content["memory"], set(content)) == (2_000_000, {"memory", "batch"})
@@ -108,7 +108,7 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
         asked.append((what, most, cfg is None))
         return type("Found", (), {"size": min(most, 5000)})
 
-    monkeypatch.setattr("memtrain.cli.report.fitting.largest", search)
+    monkeypatch.setattr("memtrain.cli.report.budget.largest", search)
     from rich.console import Console
 
     request = Request(model="gpt2", memory="24GB")
@@ -118,13 +118,13 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
     assert asked == [("batch", 2**20, True), ("batch", 2**20, False), ("seq", 1024, True),
                      ("seq", 1024, False)]  # fmt: skip
     report = Report(rows=(), kept=(), unmatched=(), loss=True)
-    assert list(sizes_that_fit(Outcome(report, {}, sizes, 24 * 10**9))) == [
+    assert list(size_lines(ReportData(report, {}, sizes, 24 * 10**9))) == [
         "fits in 22.35 GiB: a batch of 5,000 plain, 5,000 planned",
         "fits in 22.35 GiB: sequences of 1,024 (the model's limit) plain, "
         "1,024 (the model's limit) planned",
     ]
     sizes = {"batch": {"plain": 0, "planned": 1, "limit": 9}}
-    assert list(sizes_that_fit(Outcome(report, {}, sizes, 1))) == [
+    assert list(size_lines(ReportData(report, {}, sizes, 1))) == [
         "fits in 0.00 KiB: a batch of none plain, 1 planned"
     ]
 

@@ -10,8 +10,8 @@ import sys
 import pytest
 from rich.console import Console
 
-from memtrain.cli.command_line import check_writable, consoles, replaced, working
-from memtrain.cli.render.outcome import Outcome
+from memtrain.cli.command_line import atomic_file, check_writable, consoles, working
+from memtrain.cli.render.report_data import ReportData
 from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main
 
@@ -38,7 +38,7 @@ class Closed(io.TextIOWrapper):
 
 @pytest.mark.parametrize(("limit", "status"), [("100GiB", 0), ("1B", 3)])
 def test_a_limit_counts_although_nobody_reads(limit, status, builder, monkeypatch, capsys):
-    monkeypatch.setattr("memtrain.cli.report.main.drop_output", lambda: None)
+    monkeypatch.setattr("memtrain.cli.report.main.discard_output", lambda: None)
     monkeypatch.setattr(sys, "stdout", Closed(io.BytesIO()))
     assert main(["model=py:theirs:build", "--no-peak", "--fail-over", limit]) == status
 
@@ -47,7 +47,7 @@ def test_what_the_encoding_lacks_is_escaped(report, monkeypatch):
     bytes_ = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(bytes_, encoding="ascii"))
     monkeypatch.setenv("COLUMNS", "80")
-    show(consoles()[0], Outcome(report, {"model": "né"}))
+    show(consoles()[0], ReportData(report, {"model": "né"}))
     sys.stdout.flush()
     assert b"model=n\\xe9" in bytes_.getvalue()
 
@@ -61,7 +61,7 @@ def test_no_colour_means_no_escape_codes(environment, report, monkeypatch):
     output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8")
     output.isatty = lambda: True
     monkeypatch.setattr(sys, "stdout", output)
-    show(consoles()[0], Outcome(report, {"model": "small"}))
+    show(consoles()[0], ReportData(report, {"model": "small"}))
     output.flush()
     text = output.buffer.getvalue()
     assert b"bytes by category" in text
@@ -111,7 +111,7 @@ def test_where_one_may_not_write_nothing_is_left(tmp_path, monkeypatch, capsys):
 
 
 def _half_written(path, error):
-    with replaced(path, "--json") as partial:
+    with atomic_file(path, "--json") as partial:
         partial.write_text("ha")
         raise error
 

@@ -9,7 +9,7 @@ import torch
 from memtrain.compressors import DerivativeCode, Key, derivative
 from memtrain.compressors.fewbit import register as fewbit_register
 from memtrain.compressors.fewbit.register import register
-from memtrain.plan.build import build
+from memtrain.plan.compressor_specs import build_compressor
 
 KEY = Key(seed=1)
 
@@ -79,7 +79,7 @@ def test_eight_bits_pack_to_a_byte():
 
 def test_it_is_a_value_in_configs_pickles_and_reprs():
     spec = {"name": "derivative", "function": "softplus", "parameters": [2, 20], "bits": 2}
-    code = build(spec)
+    code = build_compressor(spec)
     assert code == DerivativeCode(function="softplus", parameters=(2.0, 20.0), bits=2)
     assert code.parameters == (2.0, 20.0)
     for again in (pickle.loads(pickle.dumps(code)), copy.deepcopy(code), eval(repr(code))):

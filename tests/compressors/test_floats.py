@@ -6,7 +6,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.compressors import Float, Key
 from memtrain.kernels.dispatch import backend
-from memtrain.plan.build import build
+from memtrain.plan.compressor_specs import build_compressor
 from memtrain.precision import FORMATS, FP8_BACKWARD, FP8_FORWARD, FP16, FloatFormat, named_format
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -72,8 +72,8 @@ def test_a_fake_tensor_may_be_the_first():
 
 
 def test_a_config_names_it():
-    assert build({"name": "float", "format": "e4m3fn"}) == Float(format="e4m3fn")
-    assert build({"name": "float"}) == Float(format="fp8_forward")
+    assert build_compressor({"name": "float", "format": "e4m3fn"}) == Float(format="e4m3fn")
+    assert build_compressor({"name": "float"}) == Float(format="fp8_forward")
 
 
 def test_widths_name_a_format():

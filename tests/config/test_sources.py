@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from memtrain.config.sources import Config, compose, load, options
-from memtrain.plan.build import build
+from memtrain.plan.compressor_specs import build_compressor
 from memtrain.plan.rules import expand
 
 PRESETS = options("preset")
@@ -21,7 +21,7 @@ def test_presets_are_the_documented_ones():
 def test_every_preset_composes_and_its_compressors_build(preset):
     config = load(preset)
     for rule in (*config.activations.rules, *config.optim.rules):
-        build(rule.compressor)
+        build_compressor(rule.compressor)
     touched = {"all_four": ("bf16+8", "release"), "all_four_2bit": ("bf16+sr", "release")}
     assert (config.weights, config.gradients) == touched.get(preset, ("keep", "keep"))
 
@@ -130,7 +130,7 @@ SPECS = {
 @pytest.mark.parametrize(("spec", "error", "message"), SPECS.values(), ids=SPECS.keys())
 def test_mistakes_in_a_compressor(spec, error, message):
     with pytest.raises(error, match=message):
-        build(spec)
+        build_compressor(spec)
 
 
 def test_a_family_of_ops_is_expanded_and_a_wrong_one_is_refused():

@@ -11,7 +11,7 @@ from memtrain.audit.live_storages import LiveStorages
 from memtrain.config.sources import Config, load
 from memtrain.optim.wrappers.accumulate import GradientSums, sum_bytes
 from memtrain.optim.wrappers.release import ReleaseGradients
-from memtrain.plan.entries import BUCKETS, IN_BUCKETS, predict_gradients
+from memtrain.plan.predicted_bytes import BUCKETS, IN_BUCKETS, predict_gradients
 
 FINEST = 1 / 31  # of a block's largest: the widest gap of the sums' map
 

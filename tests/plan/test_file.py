@@ -21,7 +21,7 @@ from memtrain.compressors import (
 from memtrain.compressors.auto import Auto
 from memtrain.config.sources import ActivationRule, Activations, Config
 from memtrain.plan import file
-from memtrain.plan.build import build, spec
+from memtrain.plan.compressor_specs import build_compressor, compressor_spec
 
 
 def make():
@@ -100,7 +100,7 @@ def test_a_plan_without_a_batch_carries_its_rules():
     ids=repr,
 )  # fmt: skip
 def test_build_reads_what_spec_writes(compressor):
-    assert build(spec(compressor)) == compressor
+    assert build_compressor(compressor_spec(compressor)) == compressor
 
 
 def test_a_plan_is_edited_by_hand():

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from memtrain.config.sources import Activations, Config
-from memtrain.plan.build import spec
+from memtrain.plan.compressor_specs import compressor_spec
 from memtrain.planner.knapsack import Sums
 
 
@@ -43,7 +43,8 @@ def make(depth=3):
 
 
 def config_with(options):
-    sites = {site.name: spec(own) for one in options for site, own in one.choices.items()}
+    choices = [choice for one in options for choice in one.choices.items()]
+    sites = {site.name: compressor_spec(own) for site, own in choices}
     return Config(activations=Activations(sites=sites))
 
 

@@ -80,14 +80,14 @@ def test_blocks_and_their_work(space):
 
 
 def test_options_lose_more_the_fewer_bits_they_have():
-    build = memtrain.plan.build.build
-    errors = [relative_error(build({"name": "group", "bits": b}), "linear")
+    build_compressor = memtrain.plan.compressor_specs.build_compressor
+    errors = [relative_error(build_compressor({"name": "group", "bits": b}), "linear")
               for b in (8, 6, 5, 4, 3, 2)]  # fmt: skip
     assert errors == sorted(errors)
     # uniform noise of a step of (max - min) / 15, stochastically rounded: between 1/12 and 1/4
     assert 0.2 > errors[3] / (2 * 2.8 / 15) ** 2 > 1 / 12
     for state, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        wide, narrow = (build(b, signed=signed) for b in ("B256/DE8", "B128/DE"))
+        wide, narrow = (build_compressor(b, signed=signed) for b in ("B256/DE8", "B128/DE"))
         assert 0 == moment_error(state, Keep("kept")) < moment_error(state, wide)
         assert moment_error(state, wide) < moment_error(state, narrow)
     assert [len(state_rules(name)) for name in STATES] == [0, 2, 2, 2, 2]

@@ -55,10 +55,10 @@ def build(request: Request, *, real: bool = False) -> Built:
         if kind == "py" and rest:
             model, batch, *others = _user(rest, request)
         elif kind == "hf" and rest:
-            model, batch = from_family(_stored(rest), request)
+            model, batch = build_named(_model_from_config_file(rest), request)
             others = []
         elif request.model in NAMED_MODELS:
-            model, batch = from_family(NAMED_MODELS[request.model], request)
+            model, batch = build_named(NAMED_MODELS[request.model], request)
             others = []
         else:
             hint = nearest(request.model, known_models())
@@ -89,13 +89,13 @@ def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
         if real:
             yield
         else:
-            with FakeTensorMode(allow_non_fake_inputs=True), _RealTables():
+            with FakeTensorMode(allow_non_fake_inputs=True), _ComputeLinspace():
                 yield
     finally:
         torch.set_default_dtype(before)
 
 
-class _RealTables(TorchFunctionMode):
+class _ComputeLinspace(TorchFunctionMode):
     """Computes `linspace`, and its results, with values.
 
     Models read the rates of stochastic depth off it while they are built.
@@ -153,7 +153,7 @@ def _random(x: Tensor, classes: int) -> Tensor:
     return torch.randn_like(x) if x.is_floating_point() else torch.randint_like(x, classes)
 
 
-def _stored(path: str) -> NamedModel:
+def _model_from_config_file(path: str) -> NamedModel:
     """Read a transformers config, with the task named in its `architectures`, else its first.
 
     The path is that of a config.json, or of its folder.
@@ -172,7 +172,7 @@ def _stored(path: str) -> NamedModel:
     return replace(own, seq=min(own.seq, longest))
 
 
-def from_family(family: NamedModel, request: Request) -> tuple[nn.Module, dict[str, Any]]:
+def build_named(family: NamedModel, request: Request) -> tuple[nn.Module, dict[str, Any]]:
     """Build a family's model and batch for a request.
 
     Args:

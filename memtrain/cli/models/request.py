@@ -12,7 +12,7 @@ from memtrain.audit.peak.training_step import DEVICES
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import nearest
 
-SHORT = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 """Other names of dtypes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
@@ -23,7 +23,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adagrad": torch.optim.Adagrad,
     "nadam": torch.optim.NAdam,
 }
-_FORGOTTEN = 2**20
+_MIN_WITHOUT_UNIT = 2**20
 """A size below it without a unit lacks its unit."""
 _ALLOWED = {
     "dtype": tuple(DTYPES),
@@ -82,8 +82,8 @@ class Request:
     """Whether the model is built, and its gradient on one batch compared with the exact one."""
 
     def __post_init__(self) -> None:
-        self.dtype = SHORT.get(self.dtype, self.dtype)
-        self.autocast = SHORT.get(str(self.autocast), self.autocast)
+        self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)
+        self.autocast = DTYPE_ALIASES.get(str(self.autocast), self.autocast)
         self.compile = str(self.compile).lower()
         self.device = self.device or ("cuda" if self.compile == "false" else "cpu")
         for name, allowed in _ALLOWED.items():
@@ -103,7 +103,7 @@ class Request:
             value = getattr(self, name)
             if value is not None and parse_size(value, name) == 0:
                 raise ValueError(f"{name}={value} is out of range; allowed: 1B or more")
-            if value is not None and value.isdigit() and int(value) < _FORGOTTEN:
+            if value is not None and value.isdigit() and int(value) < _MIN_WITHOUT_UNIT:
                 raise ValueError(f"{name}={value} is {value} bytes; did you mean {value}GiB?")
 
     def _check_compiled(self) -> None:

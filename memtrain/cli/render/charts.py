@@ -7,7 +7,7 @@ from typing import Any
 
 from memtrain.audit.peak import PARTS, Timeline
 from memtrain.audit.report import Report
-from memtrain.cli.render.outcome import thinned, timelines
+from memtrain.cli.render.report_data import downsample, timelines
 from memtrain.cli.render.text_tables import heading
 from memtrain.config.sizes import format_size
 
@@ -38,7 +38,7 @@ text { fill: #1f2328; font-family: system-ui, sans-serif !important; }
 </style>"""
 
 
-def check_installed(option: str) -> None:
+def require_matplotlib(option: str) -> None:
     """Refuse an option that draws before any work is done.
 
     Args:
@@ -105,7 +105,7 @@ def _short_path(match: re.Match[str]) -> str:
 
 
 def _timeline(axis: Any, lines: Mapping[str, Timeline], side: str) -> None:
-    peak, moments = lines[side].peak, thinned(lines[side].moments, _COARSE)
+    peak, moments = lines[side].peak, downsample(lines[side].moments, _COARSE)
     parts = [part for part in PARTS if any(m.parts.get(part) for m in moments)]
     heights = [[m.parts.get(part, 0) / _GIB for m in moments] for part in parts]
     # the last step is as wide as the others

@@ -8,13 +8,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from memtrain.audit.report import KeptTensors, Report, Total
-from memtrain.cli.render.outcome import (
-    Outcome,
+from memtrain.cli.render.report_data import (
+    ReportData,
     advice,
-    answer,
-    at_peak,
-    described,
-    grouped,
+    answer_lines,
+    live_at_peak,
+    peak_lines,
+    sum_rows,
     timelines,
 )
 from memtrain.config.sizes import format_size
@@ -23,33 +23,33 @@ HIDDEN = ("labels", "overrides")
 """Settings that the first line leaves to others."""
 
 
-def show(console: Console, outcome: Outcome, *, top: int = 10, by: str = "pattern") -> None:
+def show(console: Console, data: ReportData, *, top: int = 10, by: str = "pattern") -> None:
     """Print the plan for a budget and the answer, then tables.
 
     The tables: categories, the peak, the largest sums, what is kept and why.
 
     Args:
         console: Where to; 80 columns are enough.
-        outcome: What was found.
+        data: What was found.
         top: How many of the largest sums.
-        by: What rows are summed by: `outcome.BY`.
+        by: What rows are summed by: `report_data.GROUPINGS`.
     """
-    report = outcome.report
-    if outcome.fit:
-        console.print(str(outcome.fit), markup=False, highlight=False)
+    report = data.report
+    if data.fit:
+        console.print(str(data.fit), markup=False, highlight=False)
         console.print()
-    for line in (*heading(outcome.settings), *answer(outcome)):
+    for line in (*heading(data.settings), *answer_lines(data)):
         console.print(line, markup=False)
     console.print(_categories(report))
-    for line in remarks(report):
+    for line in notes(report):
         console.print(line, markup=False)
     console.print()
     if timelines(report):
-        console.print(_peak(outcome))
-    lines = described(report)
+        console.print(_peak(data))
+    lines = peak_lines(report)
     for line in lines:
         console.print(line, markup=False)
-    if hints := [] if outcome.fit else list(advice(report)):  # the planner has chosen
+    if hints := [] if data.fit else list(advice(report)):  # the planner has chosen
         console.print("what is left with the plan, and what would shrink it")
         for line in hints:
             console.print(f"  {line}", markup=False)
@@ -72,22 +72,22 @@ def _categories(report: Report) -> Table:
     table = _table("bytes by category")
     for name, total in report.totals().items():
         unknown = "+ ?" if total.unknown else ""
-        plain, planned, ratio = sides(total)
+        plain, planned, ratio = format_total(total)
         style = "bold" if name == "total" else ""
         table.add_row(name, plain + unknown, planned + unknown, ratio, style=style)
     return table
 
 
-def _peak(outcome: Outcome) -> Table:
+def _peak(data: ReportData) -> Table:
     """Return the table of live bytes at the peak, of the baseline and the plan."""
-    device = outcome.settings.get("device")
+    device = data.settings.get("device")
     table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
-    for name, pair in at_peak(outcome.report).items():
-        table.add_row(name, *sides(pair), style="bold" if name == "total" else "")
+    for name, pair in live_at_peak(data.report).items():
+        table.add_row(name, *format_total(pair), style="bold" if name == "total" else "")
     return table
 
 
-def remarks(report: Report) -> list[str]:
+def notes(report: Report) -> list[str]:
     """Return notes on what the sums leave out."""
     lines = [
         f"{name}: unknown, left out: {total.unknown}"
@@ -105,12 +105,12 @@ def remarks(report: Report) -> list[str]:
 
 def _largest(report: Report, top: int, by: str) -> Table:
     """Return the table of the largest sums of the report's rows."""
-    sums = grouped(report, by)
+    sums = sum_rows(report, by)
     shown = sums[:top]
     table = _table(f"the {len(shown)} largest of {len(sums)} {by}s")
     table.add_column("rows", justify="right", no_wrap=True)
     for name, total, count in shown:
-        table.add_row(escape(name), *sides(total), f"{count:,}")
+        table.add_row(escape(name), *format_total(total), f"{count:,}")
     return table
 
 
@@ -127,7 +127,7 @@ def _kept(groups: Iterable[KeptTensors]) -> RenderableType:
     return table
 
 
-def sides(total: Total) -> tuple[str, str, str]:
+def format_total(total: Total) -> tuple[str, str, str]:
     """Format the baseline's bytes, the planned bytes and their ratio."""
     ratio = "-" if total.ratio is None else f"{total.ratio:.3f}"
     return format_size(total.plain), format_size(total.planned), ratio

@@ -15,8 +15,8 @@ from memtrain.cli.command_line import Parser, check_writable
 from memtrain.cli.models.build_model import known_models
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import OPTIMIZERS, Request
-from memtrain.cli.render.charts import check_installed
-from memtrain.cli.render.outcome import BY
+from memtrain.cli.render.charts import require_matplotlib
+from memtrain.cli.render.report_data import GROUPINGS
 from memtrain.config.sizes import UNITS, parse_size
 from memtrain.config.sources import Config, load, nearest, options
 from memtrain.training.settings import typed
@@ -130,7 +130,7 @@ def help_text() -> str:
     )
 
 
-def parse(argv: Sequence[str]) -> argparse.Namespace:
+def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Read the options; keys of the form key=value stay as they are, in `overrides`.
 
     Args:
@@ -144,7 +144,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         OSError: For a file that could not be written.
 
     Example:
-        >>> parse(["model=gpt2", "--fail-over", "24GiB"]).fail_over
+        >>> parse_options(["model=gpt2", "--fail-over", "24GiB"]).fail_over
         25769803776
     """
     parser = Parser(prog="memtrain-report", add_help=False, allow_abbrev=False)
@@ -153,7 +153,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
         parser.add_argument(f"--{name}", type=Path)
     parser.add_argument("--plan", type=Path)
     parser.add_argument("--top", type=int, default=10)
-    parser.add_argument("--by", choices=BY, default=BY[0])
+    parser.add_argument("--by", choices=GROUPINGS, default=GROUPINGS[0])
     parser.add_argument("--no-peak", dest="peak", action="store_false")
     parser.add_argument("--measure", action="store_true")
     parser.add_argument("--fail-over")
@@ -163,7 +163,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     if options.fail_over is not None:
         options.fail_over = parse_size(options.fail_over, "--fail-over")
     if options.svg is not None:
-        check_installed("--svg")
+        require_matplotlib("--svg")
     for name in (*FILES, "plan"):
         path = getattr(options, name)
         if path is not None and (name != "json" or path != STDOUT):
@@ -171,7 +171,7 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
+def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
     """The report's own keys, and memtrain's.
 
     Args:
@@ -185,7 +185,7 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
         TypeError: For a value of the wrong type.
 
     Example:
-        >>> requested(["model=gpt2", "batch=8", "seed=3"])[1].seed
+        >>> parse_keys(["model=gpt2", "batch=8", "seed=3"])[1].seed
         3
     """
     own = {item.name for item in dataclasses.fields(Request)}
@@ -193,7 +193,7 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
     for item in overrides:
         key, sign, _ = item.lstrip("+~").partition("=")
         if not sign:
-            raise ValueError(_no_key(key))
+            raise ValueError(_suggest_key(key))
         if key.split(".")[0] not in own | theirs:
             raise ValueError(f"unknown key {key!r}; {nearest(key, sorted(own | theirs))}")
     mine = [item for item in overrides if item.partition("=")[0].split(".")[0] in own]
@@ -213,7 +213,7 @@ def requested(overrides: Sequence[str]) -> tuple[Request, Config]:
     return request, load(rest)
 
 
-def _no_key(word: str) -> str:
+def _suggest_key(word: str) -> str:
     """Suggest keys for a word without one: a model, a preset, the unit of a size."""
     if word in UNITS:
         return f"no key=value: {word!r}; a size is one word: budget=8{word}"

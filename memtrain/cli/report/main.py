@@ -15,15 +15,15 @@ from rich.console import Console
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report, audit
-from memtrain.cli.command_line import consoles, drop_output, replaced, working
+from memtrain.cli.command_line import atomic_file, consoles, discard_output, working
 from memtrain.cli.models.build_model import Built, build, build_real
 from memtrain.cli.models.request import Request
 from memtrain.cli.render.charts import step_svg
-from memtrain.cli.render.data_files import as_text
-from memtrain.cli.render.outcome import Outcome, broken_limit
+from memtrain.cli.render.json_file import as_text
+from memtrain.cli.render.report_data import ReportData, limit_error
 from memtrain.cli.render.text_tables import show
-from memtrain.cli.report import fitting
-from memtrain.cli.report.arguments import STDOUT, help_text, parse, requested, settings
+from memtrain.cli.report import budget
+from memtrain.cli.report.arguments import STDOUT, help_text, parse_keys, parse_options, settings
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
 from memtrain.plan.plan import make_plan
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _run(argv, console, errors)
     except BrokenPipeError:
-        drop_output()
+        discard_output()
         return DONE
     except KeyboardInterrupt:
         errors.print("memtrain-report: interrupted", markup=False)
@@ -62,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         errors.print(f"memtrain-report: {error}", markup=False)
         return UNTRACEABLE
     except DoesNotFit as error:
-        fitting.show_misfit(errors, error)
+        budget.print_misfit(errors, error)
         return LIMIT
     except (ValueError, TypeError, ImportError, OSError) as error:
         errors.print(f"memtrain-report: {error}", markup=False)
@@ -73,49 +73,51 @@ def _run(argv: list[str], console: Console, errors: Console) -> int:
     if {"-h", "--help"} & set(argv) or not argv:
         console.out(help_text(), end="", highlight=False)
         return DONE
-    return _report(parse(argv), console, errors)
+    return _report(parse_options(argv), console, errors)
 
 
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
-    request, config = requested(options.overrides)
-    config = fitting.chosen(request, config)
+    request, config = parse_keys(options.overrides)
+    config = budget.load_config(request, config)
     progress = partial(working, errors)
     step = _step(request, options, errors)
     with progress("reading the goal"):
-        goal = fitting.goal(request, step)
+        goal = budget.planner_goal(request, step)
     with progress(f"building {request.model}{'' if options.measure else ' without its weights'}"):
         built = (
-            build_real(request, config.seed, _place(step)) if options.measure else build(request)
+            build_real(request, config.seed, _device_type(step))
+            if options.measure
+            else build(request)
         )
     with progress("planning") as stage:
-        planned = fitting.planned(request, config, built, goal, stage)
+        planned = budget.plan_for_budget(request, config, built, goal, stage)
     config = config if planned is None else planned.plan.config
     if options.plan is not None:
-        fitting.save(options.plan, built, config, step)
-    report = _audited(options, built, config, step, progress)
+        budget.save_plan(options.plan, built, config, step)
+    report = _audit(options, built, config, step, progress)
     asked = settings(request, options.overrides, built[2])
     sizes, memory = {}, parse_size(request.memory or 0, "memory")
     if memory:
-        sizes = fitting.largest_sizes(built, request, config, step, progress)
-    outcome = Outcome(report, asked, sizes, memory, planned)
-    for path, text in _files(options, outcome):
+        sizes = budget.largest_sizes(built, request, config, step, progress)
+    data = ReportData(report, asked, sizes, memory, planned)
+    for path, text in _files(options, data):
         write(path, text)
-    limit = broken_limit(report, options.fail_over)
+    limit = limit_error(report, options.fail_over)
     lines = [limit] if limit else []
     for line in lines:
         errors.print(f"memtrain-report: {line}", markup=False)
     try:
         if options.json == STDOUT:
-            console.out(as_text(outcome), end="", highlight=False)
+            console.out(as_text(data), end="", highlight=False)
             return LIMIT if lines else DONE
-        show(console, outcome, top=options.top, by=options.by)
+        show(console, data, top=options.top, by=options.by)
         if request.verify:
-            found = verified(request, config)
+            found = run_verify(request, config)
             console.print(found.verdict, markup=False)
             console.print(found.table(options.top))
             lines += [] if found.ok else [found.verdict]
     except BrokenPipeError:
-        drop_output()  # the limits count whether anyone reads the tables or not
+        discard_output()  # the limits count whether anyone reads the tables or not
     return LIMIT if lines else DONE
 
 
@@ -137,11 +139,11 @@ def _step(request: Request, options: argparse.Namespace, errors: Console) -> Ste
     return step
 
 
-def _place(step: StepOptions) -> str:
+def _device_type(step: StepOptions) -> str:
     return "cuda" if (step.device or "").startswith("cuda") else "cpu"
 
 
-def _audited(
+def _audit(
     options: argparse.Namespace, built: Built, config: Config, step: StepOptions, working: Working
 ) -> Report:
     make_plan(*built[:2], config)  # an error in a plan is not the model's
@@ -150,15 +152,15 @@ def _audited(
             return audit(*built, config, peak=options.peak, measure=options.measure, options=step)
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
-        raise UnpredictableError(fitting.explained(error)) from error
+        raise UnpredictableError(budget.one_line(error)) from error
 
 
-def _files(options: argparse.Namespace, outcome: Outcome) -> Iterator[tuple[Path, str]]:
+def _files(options: argparse.Namespace, data: ReportData) -> Iterator[tuple[Path, str]]:
     """Yield the files that are requested, with their content."""
     if options.json not in (None, STDOUT):
-        yield options.json, as_text(outcome)
+        yield options.json, as_text(data)
     if options.svg is not None:
-        yield options.svg, step_svg(outcome.report, outcome.settings)
+        yield options.svg, step_svg(data.report, data.settings)
 
 
 def write(path: Path, text: str) -> None:
@@ -171,11 +173,11 @@ def write(path: Path, text: str) -> None:
     Raises:
         OSError: If it cannot be written; names the path.
     """
-    with replaced(path, "the file") as partly:
+    with atomic_file(path, "the file") as partly:
         partly.write_text(text, encoding="utf-8")
 
 
-def verified(request: Request, config: Config) -> Verification:
+def run_verify(request: Request, config: Config) -> Verification:
     """Build the model with initial weights, and compare a step on random data with the exact one.
 
     A `py:` builder's own weights and batch are used as they are.

@@ -13,12 +13,12 @@ from memtrain.audit.report import CATEGORIES, Report, Row, Total
 from memtrain.config.sizes import format_size
 from memtrain.planner import Fit
 
-BY = ("pattern", "site", "module", "op")
+GROUPINGS = ("pattern", "site", "module", "op")
 """Columns that rows can be summed by."""
 SIDES = ("plain", "planned")
-MOST = 400
+MAX_MOMENTS = 400
 """Moments of a step that are drawn or written, at most."""
-LEAST = 0.1
+MIN_SHARE = 0.1
 """A smaller share of the planned bytes is not worth a line of advice."""
 _MORE = re.compile(r" \(\+\d+\)$")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
@@ -34,7 +34,7 @@ _ONCE = ("weights", "gradients", "optimizer states")
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ReportData:
     """A report, what it was made for, and what was searched besides."""
 
     report: Report
@@ -49,7 +49,7 @@ class Outcome:
     """The planner's result, if there was a budget."""
 
 
-def grouped(report: Report, by: str) -> list[tuple[str, Total, int]]:
+def sum_rows(report: Report, by: str) -> list[tuple[str, Total, int]]:
     """Sum a report's rows by a column; the sums add up to the report's totals.
 
     Args:
@@ -65,17 +65,17 @@ def grouped(report: Report, by: str) -> list[tuple[str, Total, int]]:
         >>> rows = [Row(name=f"h.{i}.mlp / gelu / input", kind="activation", plain=8, planned=1)
         ...         for i in range(3)]
         >>> report = Report(rows=tuple(rows), kept=(), unmatched=(), loss=True)
-        >>> [(name, total.plain, count) for name, total, count in grouped(report, "pattern")]
+        >>> [(name, total.plain, count) for name, total, count in sum_rows(report, "pattern")]
         [('h.*.mlp / gelu / input', 24, 3)]
     """
     groups: dict[str, list[Row]] = {}
     for index, row in enumerate(report.rows):
         groups.setdefault(str(index) if by == "site" else _name(row, by), []).append(row)
-    sums = [(_name(rows[0], by), summed(rows), len(rows)) for rows in groups.values()]
+    sums = [(_name(rows[0], by), total_of(rows), len(rows)) for rows in groups.values()]
     return sorted(sums, key=lambda one: -max(one[1].plain, one[1].planned))
 
 
-def summed(rows: Sequence[Row | Total]) -> Total:
+def total_of(rows: Sequence[Row | Total]) -> Total:
     """Return the sum of several totals."""
     return Total(plain=sum(r.plain for r in rows), planned=sum(r.planned for r in rows))
 
@@ -124,7 +124,7 @@ def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
     return {side: line for side, line in pairs if line is not None and line.moments}
 
 
-def at_peak(report: Report) -> dict[str, Total]:
+def live_at_peak(report: Report) -> dict[str, Total]:
     """Return live bytes at the two peaks, and `total`; empty without timelines.
 
     Each side at its own peak, which may be another moment of the step.
@@ -144,11 +144,11 @@ def at_peak(report: Report) -> dict[str, Total]:
     return {**alive, "total": Total(plain=plain.nbytes, planned=planned.nbytes)}
 
 
-def described(report: Report) -> list[str]:
+def peak_lines(report: Report) -> list[str]:
     """Return lines on the moments of the peaks, the requested and the measured bytes."""
     predicted = timelines(report)
     lines = [_peak_line(side, line) for side, line in predicted.items()]
-    lines += _saved_lines(report)
+    lines += _saved_activation_lines(report)
     for side, line in timelines(report, measured=True).items():
         words = _peak_line(f"{side}, measured", line)
         if side in predicted:
@@ -167,7 +167,7 @@ def _peak_line(side: str, line: Timeline) -> str:
     return words
 
 
-def _saved_lines(report: Report) -> Iterator[str]:
+def _saved_activation_lines(report: Report) -> Iterator[str]:
     """Why the peak is not the saved activations: what else is alive at it, on each side."""
     totals = report.totals()[SAVED]
     for side, line in timelines(report).items():
@@ -180,7 +180,7 @@ def _saved_lines(report: Report) -> Iterator[str]:
         )
 
 
-def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
+def downsample(moments: Sequence[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
     """Reduce moments to a maximum number: the highest of each stretch, which keeps every peak.
 
     Args:
@@ -192,7 +192,7 @@ def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
 
     Example:
         >>> moments = [Moment("", "forward", nbytes, {}) for nbytes in (1, 9, 2, 3)]
-        >>> [moment.nbytes for moment in thinned(moments, 2)]
+        >>> [moment.nbytes for moment in downsample(moments, 2)]
         [9, 3]
     """
     count = min(most, len(moments))
@@ -202,19 +202,19 @@ def thinned(moments: Sequence[Moment], most: int = MOST) -> list[Moment]:
     ]
 
 
-def answer(outcome: Outcome) -> list[str]:
+def answer_lines(data: ReportData) -> list[str]:
     """What was asked, answered in a line or two, before any table.
 
     Example:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
         >>> sizes = {"batch": {"plain": 4, "planned": 14, "limit": 2**20}}
-        >>> answer(Outcome(report, {}, sizes, 8 * 2**30))
+        >>> answer_lines(ReportData(report, {}, sizes, 8 * 2**30))
         ['fits in 8.00 GiB: a batch of 4 plain, 14 planned']
     """
-    return [*verdict(outcome), *sizes_that_fit(outcome)] or [*_needs(outcome.report)]
+    return [*budget_lines(data), *size_lines(data)] or [*_need_lines(data.report)]
 
 
-def _needs(report: Report) -> Iterator[str]:
+def _need_lines(report: Report) -> Iterator[str]:
     """Bytes of a step, plain and planned."""
     lines = timelines(report)
     if len(lines) < 2:
@@ -227,28 +227,28 @@ def _needs(report: Report) -> Iterator[str]:
     )
 
 
-def sizes_that_fit(outcome: Outcome) -> Iterator[str]:
+def size_lines(data: ReportData) -> Iterator[str]:
     """Return lines on the sizes found for `memory=`.
 
     Example:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
         >>> sizes = {"batch": {"plain": 0, "planned": 12, "limit": 12}}
-        >>> list(sizes_that_fit(Outcome(report, {}, sizes, 2**30)))
+        >>> list(size_lines(ReportData(report, {}, sizes, 2**30)))
         ["fits in 1.00 GiB: a batch of none plain, 12 (the model's limit) planned"]
     """
     words = {"batch": "a batch of", "seq": "sequences of"}
-    for what, found in outcome.sizes.items():
+    for what, found in data.sizes.items():
         limit = {found["limit"]: f"{found['limit']:,} (the model's limit)", 0: "none"}
         both = ", ".join(f"{limit.get(found[side], f'{found[side]:,}')} {side}" for side in SIDES)
-        yield f"fits in {format_size(outcome.memory)}: {words[what]} {both}"
+        yield f"fits in {format_size(data.memory)}: {words[what]} {both}"
 
 
-def verdict(outcome: Outcome) -> Iterator[str]:
+def budget_lines(data: ReportData) -> Iterator[str]:
     """Whether plain PyTorch fits the budget, what takes it if not, and whether the plan does.
 
     Without a budget or a peak there is nothing to say.
     """
-    lines, fit = timelines(outcome.report), outcome.fit
+    lines, fit = timelines(data.report), data.fit
     if fit is None or len(lines) < 2:
         return
     plain, planned = (line.needed for line in lines.values())
@@ -281,16 +281,16 @@ def advice(report: Report) -> Iterator[str]:
         >>> list(advice(Report(rows=(row,), kept=(), unmatched=(), loss=True)))
         ['gradients, 100%: gradients=release lets each go as soon as it is used']
     """
-    parts = at_peak(report) or report.totals()
+    parts = live_at_peak(report) or report.totals()
     whole = parts["total"].planned
     known = {name: parts[name] for name in _REMEDIES if name in parts}
     for name, part in sorted(known.items(), key=lambda item: -item[1].planned):
         compressed = name in _ONCE and (part.ratio or 1.0) < 1
-        if whole and part.planned / whole >= LEAST and not compressed:
+        if whole and part.planned / whole >= MIN_SHARE and not compressed:
             yield f"{name}, {part.planned / whole:.0%}: {_REMEDIES[name]}"
 
 
-def broken_limit(report: Report, over: int | None) -> str:
+def limit_error(report: Report, over: int | None) -> str:
     """Describe how a report breaks the limit of `--fail-over`.
 
     Args:
@@ -303,10 +303,10 @@ def broken_limit(report: Report, over: int | None) -> str:
 
     Example:
         >>> row = Row(name="w", kind="weight", plain=4096, planned=2048)
-        >>> broken_limit(Report(rows=(row,), kept=(), unmatched=(), loss=True), 1024)
+        >>> limit_error(Report(rows=(row,), kept=(), unmatched=(), loss=True), 1024)
         'the planned total, 2.00 KiB, is over --fail-over 1.00 KiB'
     """
-    unknown, peak = report.totals()["total"].unknown, at_peak(report).get("total")
+    unknown, peak = report.totals()["total"].unknown, live_at_peak(report).get("total")
     planned, name = (peak or report.totals()["total"]).planned, "peak" if peak else "total"
     if over is None:
         return ""

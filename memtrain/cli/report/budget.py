@@ -23,7 +23,7 @@ from memtrain.planner.goal import Progress, silent
 _MOST = 2**20
 
 
-def chosen(request: Request, config: Config) -> Config:
+def load_config(request: Request, config: Config) -> Config:
     """The config of the plan file that is asked for, or the one of the other keys.
 
     Args:
@@ -43,7 +43,7 @@ def chosen(request: Request, config: Config) -> Config:
     return load(request.plan)
 
 
-def goal(request: Request, step: StepOptions) -> Goal | None:
+def planner_goal(request: Request, step: StepOptions) -> Goal | None:
     """The planner's goal, checked before a model is built.
 
     Args:
@@ -66,7 +66,7 @@ def goal(request: Request, step: StepOptions) -> Goal | None:
     )
 
 
-def planned(
+def plan_for_budget(
     request: Request, config: Config, built: Built, goal: Goal | None, progress: Progress = silent
 ) -> Fit | None:
     """The plan that fits the budget, if there is one to fit.
@@ -94,14 +94,14 @@ def planned(
         raise
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
-        raise UnpredictableError(explained(error)) from error
+        raise UnpredictableError(one_line(error)) from error
 
 
-def explained(error: Exception) -> str:
+def one_line(error: Exception) -> str:
     """Explain an error of a model under fake tensors, in a line.
 
     Example:
-        >>> explained(RuntimeError("shapes differ")), explained(ValueError("no weights"))
+        >>> one_line(RuntimeError("shapes differ")), one_line(ValueError("no weights"))
         ('RuntimeError: shapes differ', 'no weights')
     """
     first = (str(error).strip().splitlines() or ["(no message)"])[0]
@@ -127,7 +127,7 @@ def largest_sizes(
         working: Called with each stage.
 
     Returns:
-        `Outcome.sizes`.
+        `ReportData.sizes`.
 
     Raises:
         ValueError: For a batch of unknown size.
@@ -149,7 +149,7 @@ def largest_sizes(
     return sizes
 
 
-def save(path: Path, built: Built, config: Config, step: StepOptions) -> None:
+def save_plan(path: Path, built: Built, config: Config, step: StepOptions) -> None:
     """Write the plan that a config makes of a model and a batch for a step's device."""
     model, optimizer, batch = built
     with conditions(model, step):
@@ -157,7 +157,7 @@ def save(path: Path, built: Built, config: Config, step: StepOptions) -> None:
     plan.save(path)
 
 
-def show_misfit(errors: Console, error: DoesNotFit) -> None:
+def print_misfit(errors: Console, error: DoesNotFit) -> None:
     """Print why nothing fits, and what would help."""
     for line in (*error.lines(), "without budget= the report shows where every byte goes"):
         errors.print(f"memtrain-report: {line}", markup=False)

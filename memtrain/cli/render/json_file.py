@@ -6,32 +6,32 @@ from collections.abc import Mapping
 from typing import Any
 
 from memtrain.audit.peak import Timeline
-from memtrain.cli.render.outcome import SIDES, Outcome, thinned, timelines
+from memtrain.cli.render.report_data import SIDES, ReportData, downsample, timelines
 from memtrain.planner import Fit
 
 SCHEMA = "memtrain-report"
 VERSION = 1
 
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
+def as_json(data: ReportData) -> dict[str, Any]:
     """Return the report as JSON values, version 1 of the schema in docs/guides/report.md.
 
     Args:
-        outcome: The findings.
+        data: The findings.
 
     Returns:
         The content of `--json`.
 
     Example:
         >>> from memtrain.audit.report import Report
-        >>> as_json(Outcome(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
+        >>> as_json(ReportData(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
         1
     """
-    report, sizes = outcome.report, outcome.sizes
+    report, sizes = data.report, data.sizes
     return {
         "schema": SCHEMA,
         "version": VERSION,
-        "settings": dict(outcome.settings),
+        "settings": dict(data.settings),
         "loss_counted": report.loss,
         "categories": {
             name: {**dataclasses.asdict(total), "ratio": total.ratio}
@@ -41,14 +41,14 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         "peak": _peak(timelines(report)),
         "measured_peak": _peak(timelines(report, measured=True)),
         "fits": {
-            "memory": outcome.memory,
+            "memory": data.memory,
             **{what: {side: found[side] for side in SIDES} for what, found in sizes.items()},
         }
         if sizes
         else None,
-        "planner": None if outcome.fit is None else _planner(outcome.fit),
+        "planner": None if data.fit is None else _planner(data.fit),
         "timeline": {
-            side: [dataclasses.asdict(moment) for moment in thinned(line.moments)]
+            side: [dataclasses.asdict(moment) for moment in downsample(line.moments)]
             for side, line in timelines(report).items()
         },
         "rows": [{**dataclasses.asdict(row), "ratio": row.ratio} for row in report.rows],
@@ -83,6 +83,6 @@ def _planner(fit: Fit) -> dict[str, Any]:
     }
 
 
-def as_text(outcome: Outcome) -> str:
+def as_text(data: ReportData) -> str:
     """Return the report as JSON text."""
-    return json.dumps(as_json(outcome), indent=1) + "\n"
+    return json.dumps(as_json(data), indent=1) + "\n"

@@ -70,7 +70,7 @@ class PlanEntry:
         return f"{sides}; {self.reason}" if self.reason else sides
 
 
-def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
+def merge_records(records: Iterable[Record]) -> Iterator[PlanEntry]:
     """Yield one entry of kind `activation` per site, with the sums over its records."""
     sites: dict[Site, list[Record]] = {}
     for record in records:
@@ -78,11 +78,11 @@ def merge(records: Iterable[Record]) -> Iterator[PlanEntry]:
     for site, rows in sites.items():
         shown = next((row for row in rows if row.compressor), rows[0])
         nbytes, planned = sum(row.nbytes for row in rows), sum(row.planned for row in rows)
-        why = _rest(rows, planned) if shown.compressor else shown.reason
-        yield PlanEntry(site.name, "activation", nbytes, planned, shown.compressor, why)
+        reason = _kept_share(rows, planned) if shown.compressor else shown.reason
+        yield PlanEntry(site.name, "activation", nbytes, planned, shown.compressor, reason)
 
 
-def _rest(rows: list[Record], planned: int) -> str:
+def _kept_share(rows: list[Record], planned: int) -> str:
     """Return why a compressed site has uncompressed tensors, if they are most of the bytes."""
     kept = [row for row in rows if not row.compressor]
     size = sum(row.planned for row in kept)
@@ -92,7 +92,7 @@ def _rest(rows: list[Record], planned: int) -> str:
 
 
 NOT_REQUESTED = "not requested"
-NOT_HELD = "not the optimizer's: no correction"
+NOT_TRAINED = "not the optimizer's: no correction"
 WORKSPACE = "(the largest gradient, while it is applied)"
 BUCKETS = "(buckets of DistributedDataParallel)"
 IN_BUCKETS = "kept: its bucket holds it until step()"
@@ -105,23 +105,24 @@ def predict_weights(
 
     The planned bytes include corrections. Sharded parameters count with this process's part.
     """
-    dtypes, held = training_dtypes(model, config), stepped(optimizers)
+    dtypes, trained = training_dtypes(model, config), parameters_in_groups(optimizers)
     kept = keeps_float32(model)
     entries = []
     for name, p in model.named_parameters():
-        how, planned = "", local(p).nbytes
+        compressor, planned = "", local(p).nbytes
         if config.weights == KEEP:
-            why = NOT_REQUESTED
+            reason = NOT_REQUESTED
         elif p not in dtypes:
-            why = kept.get(p, f"kept: {p.dtype}")
+            reason = kept.get(p, f"kept: {p.dtype}")
         else:
-            how, why = config.weights, "" if p in held else NOT_HELD
-            size = parse(config.weights).nbytes if p in held else dtypes[p].itemsize
+            compressor, reason = config.weights, "" if p in trained else NOT_TRAINED
+            size = parse(config.weights).nbytes if p in trained else dtypes[p].itemsize
             planned = local(p).numel() * size
         host = 0
-        if config.optim.device == CPU and p in held:  # the device has a copy
+        if config.optim.device == CPU and p in trained:  # the device has a copy
             host, planned = planned, local(p).numel() * dtypes.get(p, p.dtype).itemsize
-        entries.append(PlanEntry(name, "weight", local(p).nbytes, planned, how, why, host))
+        nbytes = local(p).nbytes
+        entries.append(PlanEntry(name, "weight", nbytes, planned, compressor, reason, host))
     return entries
 
 
@@ -134,35 +135,37 @@ def predict_gradients(
     buckets, which have an entry if they are a second copy (`gradient_as_bucket_view=False`).
     """
     dtypes = training_dtypes(model, config)
-    held = stepped([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
+    trained = parameters_in_groups([optimizer] if isinstance(optimizer, Optimizer) else optimizer)
     parallel = isinstance(model, DistributedDataParallel)
     entries, largest = [], 0
     for name, p in model.named_parameters():
         if not p.requires_grad:
             continue
-        how, planned = "", local(p).numel() * dtypes.get(p, p.dtype).itemsize
-        why, host, whole = IN_BUCKETS, 0, planned
-        if config.gradients != RELEASE or p not in held:
+        compressor, planned = "", local(p).numel() * dtypes.get(p, p.dtype).itemsize
+        reason, host, full_bytes = IN_BUCKETS, 0, planned
+        if config.gradients != RELEASE or p not in trained:
             smaller = planned < local(p).nbytes
-            how, why = (config.weights, "in its weight's dtype") if smaller else ("", NOT_REQUESTED)
+            compressor = config.weights if smaller else ""
+            reason = "in its weight's dtype" if smaller else NOT_REQUESTED
         elif not parallel:
             largest = max(largest, planned)
-            planned, how, why = _released(p, config.release.accumulate)
-        if config.optim.device == CPU and p in held:
+            planned, compressor, reason = _released(p, config.release.accumulate)
+        if config.optim.device == CPU and p in trained:
             if config.gradients != RELEASE:
-                host = whole  # in `step()`
+                host = full_bytes  # in `step()`
             elif config.release.clip == "global_norm":
-                host = 4 * local(p).numel() if planned else whole
+                host = 4 * local(p).numel() if planned else full_bytes
             else:
                 host = planned
             planned = 0 if config.gradients == RELEASE else planned
-        entries.append(PlanEntry(name, "gradient", local(p).nbytes, planned, how, why, host))
+        nbytes = local(p).nbytes
+        entries.append(PlanEntry(name, "gradient", nbytes, planned, compressor, reason, host))
     if largest:
         entries.append(PlanEntry(WORKSPACE, "gradient", 0, largest, RELEASE, "workspace"))
     if parallel and not model.gradient_as_bucket_view:
         total = sum(local(p).nbytes for p in model.parameters() if p.requires_grad)
-        why = "a second copy: gradient_as_bucket_view=True spares it"
-        entries.append(PlanEntry(BUCKETS, "gradient", total, total, reason=why))
+        reason = "a second copy: gradient_as_bucket_view=True spares it"
+        entries.append(PlanEntry(BUCKETS, "gradient", total, total, reason=reason))
     return entries
 
 
@@ -173,7 +176,7 @@ def _released(param: Tensor, passes: int) -> tuple[int, str, str]:
     return sum_bytes(param), repr(BUFFER), f"the sum of up to {passes - 1} backward passes"
 
 
-def stepped(optimizers: Iterable[Optimizer]) -> set[Tensor]:
+def parameters_in_groups(optimizers: Iterable[Optimizer]) -> set[Tensor]:
     """Return the parameters in the groups of optimizers."""
     return {p for one in optimizers for group in one.param_groups for p in group["params"]}
 
@@ -226,7 +229,6 @@ def predict_states(
     Returns:
         One entry of kind `state` per state, `parameter / optimizer / state`. Entries with unknown
         bytes have 0 bytes and a reason that begins with `unknown: `.
-        be known: an entry of 0 bytes whose reason begins with `unknown: `.
 
     Example:
         >>> import torch
@@ -245,32 +247,34 @@ def predict_states(
     if isinstance(inner, optim.CompressedStates):
         if choose is not None:
             refuse(inner)
-        return [*_own_states(inner, names)]
+        return [*_compressed_states(inner, names)]
     try:
-        plain = list(_plain_states(optimizer, names))
-        stepped = {param: own for param, _, own in _plain_states(optimizer, names, masters)}
+        plain = list(_torch_states(optimizer, names))
+        stepped = {param: own for param, _, own in _torch_states(optimizer, names, masters)}
     # Any optimizer may raise on meta tensors; the audit then reports other parts.
     except Exception as error:  # noqa: BLE001
-        return [_unknown(title, error)]
+        return [_unknown_states(title, error)]
     if choose is not None:
-        _check(plain, choose, min_elements)
+        _check_compressors(plain, choose, min_elements)
     try:
-        rows = {} if choose is None else _planned(optimizer, names, choose, min_elements)
+        rows = {} if choose is None else _compressed_rows(optimizer, names, choose, min_elements)
     except Exception as error:  # noqa: BLE001
-        return [_unknown(title, error)]
+        return [_unknown_states(title, error)]
     entries = []
     for param, name, states in plain:
         for state, value in states.items():
-            kept = _reason(param, value, min_elements, choose)
+            kept = _keep_reason(param, value, min_elements, choose)
             if not kept and choose is not None and isinstance(chosen := choose(name, state), Keep):
                 kept = chosen.reason
             site = f"{name} / {title.lower()} / {state}"
-            held = stepped[param][state].nbytes
-            entries.append(_entry(site, value.nbytes, held, rows.get((param, state)), kept))
+            row, size = rows.get((param, state)), stepped[param][state].nbytes
+            entries.append(_state_entry(site, value.nbytes, size, row, kept))
     return entries
 
 
-def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Iterator[PlanEntry]:
+def _compressed_states(
+    optimizer: optim.CompressedStates, names: dict[Any, str]
+) -> Iterator[PlanEntry]:
     """Yield entries of the states that an optimizer compresses itself, and of its counters."""
     title = type(optimizer).__name__.lower()
     rows: defaultdict[Tensor, list[optim.StateRow]] = defaultdict(list)
@@ -285,11 +289,11 @@ def _own_states(optimizer: optim.CompressedStates, names: dict[Any, str]) -> Ite
             nbytes = getattr(state.get("step"), "nbytes", counter_dtype().itemsize)
             yield PlanEntry(f"{site}step", "state", nbytes, nbytes, reason=NO_COUNTER)
         for row in rows[param]:
-            why = row.reason.removeprefix("kept: ") or f"its optimizer's: {row.compressor!r}"
-            yield PlanEntry(site + row.state, "state", row.nbytes, row.nbytes, reason=why)
+            reason = row.reason.removeprefix("kept: ") or f"its optimizer's: {row.compressor!r}"
+            yield PlanEntry(site + row.state, "state", row.nbytes, row.nbytes, reason=reason)
 
 
-def _reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:
+def _keep_reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:
     """Return why a state is kept regardless of the rules; "" if the rules decide."""
     if value.shape != local(param).shape:
         return NO_COUNTER
@@ -300,12 +304,12 @@ def _reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str
     return f"of {min_elements:,} elements or fewer" if param.numel() <= min_elements else ""
 
 
-def _unknown(title: str, error: Exception) -> PlanEntry:
-    why = f"{UNKNOWN}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-    return PlanEntry(f"(all parameters) / {title.lower()}", "state", 0, 0, reason=why)
+def _unknown_states(title: str, error: Exception) -> PlanEntry:
+    reason = f"{UNKNOWN}{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+    return PlanEntry(f"(all parameters) / {title.lower()}", "state", 0, 0, reason=reason)
 
 
-def _check(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
+def _check_compressors(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
     """Raise for a compressor that cannot serve the state it was chosen for."""
     for param, name, states in plain:
         for state, value in states.items():
@@ -315,17 +319,19 @@ def _check(plain: Iterable[Any], choose: Any, min_elements: int) -> None:
                 check_state(chosen, state)
 
 
-def _entry(site: str, nbytes: int, held: int, row: optim.StateRow | None, kept: str) -> PlanEntry:
+def _state_entry(
+    site: str, nbytes: int, size: int, row: optim.StateRow | None, kept: str
+) -> PlanEntry:
     if row is None:
-        return PlanEntry(site, "state", nbytes, held, reason=kept)
+        return PlanEntry(site, "state", nbytes, size, reason=kept)
     if row.compressor.is_identity:
         # A fused step keeps the state in float32, others in the dtype of the stepped parameter.
         name = "" if kept else repr(row.compressor)
-        return PlanEntry(site, "state", nbytes, max(row.nbytes, held), name, kept)
+        return PlanEntry(site, "state", nbytes, max(row.nbytes, size), name, kept)
     return PlanEntry(site, "state", nbytes, row.nbytes, repr(row.compressor), row.reason)
 
 
-def _plain_states(
+def _torch_states(
     optimizer: Optimizer, names: dict[Any, str], masters: Collection[Tensor] = ()
 ) -> Iterator[tuple[Tensor, str, dict[str, Tensor]]]:
     """Yield parameters with states, their names, and their states in unmodified PyTorch.
@@ -348,7 +354,7 @@ def _plain_states(
             yield param, names.get(param, f"{index}.{number}"), plain
 
 
-def _planned(
+def _compressed_rows(
     optimizer: Optimizer,
     names: dict[Any, str],
     choose: Callable[[str, str], Compressor | Keep],

@@ -17,7 +17,7 @@ RULE_KEEPS = Keep("its rule says keep")
 AUTO = "auto"
 
 
-def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
+def build_compressor(spec: object, *, signed: bool = True) -> Compressor | Keep:
     """Build a compressor from a config's value.
 
     Args:
@@ -33,7 +33,7 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
         TypeError: For a value of the wrong type.
 
     Example:
-        >>> build({"name": "group", "bits": 2}).bits
+        >>> build_compressor({"name": "group", "bits": 2}).bits
         2
     """
     if spec == KEEP:
@@ -52,7 +52,7 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     values = dict(spec)
     name = str(values.pop("name"))
     if "inner" in values:
-        return _build_around(name, values, signed)
+        return _build_host(name, values, signed)
     if name not in COMPRESSORS:
         raise ValueError(f"unknown compressor {name!r}; {nearest(name, list(COMPRESSORS))}")
     cls = COMPRESSORS[name]
@@ -61,11 +61,11 @@ def build(spec: object, *, signed: bool = True) -> Compressor | Keep:
     items = tuple((key, type(value), value) for key, value in values.items())
     # A plan has hundreds of sites with few different compressors, and type checks are slow.
     plain = all(isinstance(value, int | float | str | None) for value in values.values())
-    return (_of_class if plain else _of_class.__wrapped__)(name, cls, items)
+    return (_build_from_fields if plain else _build_from_fields.__wrapped__)(name, cls, items)
 
 
 @cache
-def _of_class(
+def _build_from_fields(
     name: str, cls: type[Compressor], items: tuple[tuple[str, type, Any], ...]
 ) -> Compressor:
     """Build a compressor from its fields, cached."""
@@ -85,8 +85,8 @@ def _of_class(
     return Auto(template=built) if auto else built
 
 
-def spec(compressor: Compressor | Keep) -> Any:
-    """Return the config's value for a compressor, from which `build` makes an equal compressor.
+def compressor_spec(compressor: Compressor | Keep) -> Any:
+    """Return the config's value from which `build_compressor` makes an equal compressor.
 
     Args:
         compressor: A registered compressor, or the reason to keep a site.
@@ -99,13 +99,13 @@ def spec(compressor: Compressor | Keep) -> Any:
 
     Example:
         >>> from memtrain.compressors import Group, Keep
-        >>> spec(Group(bits=2)), spec(Keep("no rule matches"))
+        >>> compressor_spec(Group(bits=2)), compressor_spec(Keep("no rule matches"))
         ({'name': 'group', 'bits': 2}, 'keep')
     """
     if isinstance(compressor, Keep):
         return KEEP
     if isinstance(compressor, Auto):
-        inner = spec(compressor.template)
+        inner = compressor_spec(compressor.template)
         inner.get("inner", inner)["bits"] = AUTO
         return inner
     name = next((key for key, cls in COMPRESSORS.items() if cls is type(compressor)), None)
@@ -115,17 +115,17 @@ def spec(compressor: Compressor | Keep) -> Any:
     for item in fields(compressor):  # type: ignore[arg-type]
         value = getattr(compressor, item.name)
         if isinstance(value, Compressor):
-            result[item.name] = spec(value)
+            result[item.name] = compressor_spec(value)
         elif item.name == "bits" or value != item.default:
             result[item.name] = [*value] if isinstance(value, tuple) else value
     return result
 
 
-def _build_around(name: str, values: dict[str, Any], signed: bool) -> Compressor:
+def _build_host(name: str, values: dict[str, Any], signed: bool) -> Compressor:
     """Build a `Host` from the mapping of its `inner` compressor."""
     if COMPRESSORS.get(name) is not Host or len(values) > 1:
         raise ValueError(f"compressor {name!r} with {sorted(values)}; allowed: host with inner")
-    inner = build(values["inner"], signed=signed)
+    inner = build_compressor(values["inner"], signed=signed)
     if isinstance(inner, Keep):
         raise ValueError(f"inner={values['inner']!r}; allowed: a compressor")
     if isinstance(inner, Auto):

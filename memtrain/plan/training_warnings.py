@@ -34,13 +34,13 @@ from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.wrapper import WeakRef
-from memtrain.plan.entries import stepped
 from memtrain.plan.plan import Plan
+from memtrain.plan.predicted_bytes import parameters_in_groups
 from memtrain.plan.rules import compresses
 
-LEAST = 2**16
+MIN_UNKNOWN_BYTES = 2**16
 """Bytes of unknown ops below which no warning is given."""
-SHARE = 0.1
+MIN_KEPT_SHARE = 0.1
 """Share of saved bytes, kept by custom Functions, below which no warning is given."""
 
 _COMPILED = (
@@ -69,7 +69,7 @@ _FIXES = {
 }
 
 
-class Unmet(NamedTuple):
+class Uncompressed(NamedTuple):
     """Sites that were not compressed for one reason."""
 
     reason: str
@@ -85,7 +85,7 @@ class Unmet(NamedTuple):
         return f"{of}: kept{size}, {self.reason}; {self.fix}"
 
 
-def unmet(plan: Plan) -> list[Unmet]:
+def uncompressed_sites(plan: Plan) -> list[Uncompressed]:
     """List the rules for saved tensors that recorded forwards did not satisfy.
 
     Sites that are kept by design (small tensors, statistics, the model's input, `keep` rules) are
@@ -98,7 +98,7 @@ def unmet(plan: Plan) -> list[Unmet]:
         >>> import torch
         >>> from memtrain.plan.plan import make_plan
         >>> model = torch.nn.Linear(4, 4)
-        >>> unmet(make_plan(model, torch.optim.SGD(model.parameters())))
+        >>> uncompressed_sites(make_plan(model, torch.optim.SGD(model.parameters())))
         []
     """
     total = sum(entry.nbytes for entry in plan.entries("activation"))
@@ -112,14 +112,14 @@ def unmet(plan: Plan) -> list[Unmet]:
             if site.endswith("*") or compresses(rules.choose(Site.parse(site)))
         ]
         nbytes = sum(sites[site] for site in names)
-        least = SHARE * total if reason in (CUSTOM_FUNCTION, UNKNOWN_OP) else 0
-        least = max(least, LEAST) if reason == UNKNOWN_OP else least
-        if names and nbytes >= least:
-            found.append(Unmet(reason, fix, tuple(names), nbytes))
+        minimum = MIN_KEPT_SHARE * total if reason in (CUSTOM_FUNCTION, UNKNOWN_OP) else 0
+        minimum = max(minimum, MIN_UNKNOWN_BYTES) if reason == UNKNOWN_OP else minimum
+        if names and nbytes >= minimum:
+            found.append(Uncompressed(reason, fix, tuple(names), nbytes))
     return found
 
 
-class FirstStep:
+class FirstStepReport:
     """A hook before an optimizer's first step that warns of unmet requests.
 
     Args:
@@ -131,7 +131,7 @@ class FirstStep:
     def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
         self._plan, self._interception = plan, interception
         self._is_compiled = any(map(is_compiled, model.modules()))
-        self._frames, self._done = _frames(), False
+        self._frames, self._done = _compiled_frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
         """Register the hook on the optimizer from `wrap`; return its handle."""
@@ -167,16 +167,16 @@ class FirstStep:
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
-        compiled = not seen and (self._is_compiled or _frames() != self._frames)
+        compiled = not seen and (self._is_compiled or _compiled_frames() != self._frames)
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED
-        hidden = compiled or (why != _COMPILED and _frames() != self._frames)
-        found = [Unmet(why, _FIXES[why], ("the compiled forward",), 0)] if hidden else []
+        hidden = compiled or (why != _COMPILED and _compiled_frames() != self._frames)
+        found = [Uncompressed(why, _FIXES[why], ("the compiled forward",), 0)] if hidden else []
         recompute = self._interception.recompute
-        if _frames() != self._frames and (left := [*{*recompute.names} - recompute.called]):
-            found.append(Unmet(_IN_GRAPH, _FIXES[_IN_GRAPH], tuple(sorted(left)), 0))
-        found += unmet(self._plan)
+        if _compiled_frames() != self._frames and (missed := {*recompute.names} - recompute.called):
+            found.append(Uncompressed(_IN_GRAPH, _FIXES[_IN_GRAPH], tuple(sorted(missed)), 0))
+        found += uncompressed_sites(self._plan)
         self._done = not (found and self._plan.config.strict)
         unseen = found or self._interception.compiled or recompute.names
         idle = [] if unseen else self._plan.idle_exceptions()
@@ -198,7 +198,7 @@ class FirstStep:
         return True
 
 
-def _frames() -> int:
+def _compiled_frames() -> int:
     """Return the number of frames that torch.compile has compiled in this process."""
     dynamo: Any = sys.modules.get("torch._dynamo.utils")
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
@@ -252,7 +252,7 @@ def warn_of_whole_states(plan: Plan, optimizer: Optimizer, *_: Any) -> None:
         )
 
 
-class Untrained:
+class UntrainedParameters:
     """A hook before steps that reports parameters without an optimizer.
 
     The hook warns once of parameters that are in no group, such as those of an adapter that was
@@ -275,7 +275,7 @@ class Untrained:
     ) -> None:
         self._model, self._interception = WeakRef(model), interception
         self._optimizers = [WeakRef(optimizer) for optimizer in optimizers]
-        untrained = _untrained(model, stepped(optimizers))
+        untrained = _untrained(model, parameters_in_groups(optimizers))
         self._names = {name for name, _ in untrained}  # sharding replaces the parameters
         self._params = WeakIdKeyDictionary({param: name for name, param in untrained})  # renamed
         self._checked: list[int] | None = None
@@ -293,7 +293,7 @@ class Untrained:
         if now == self._checked:
             return
         others = (reference() for reference in self._optimizers)
-        trained = stepped([optimizer, *(one for one in others if one is not None)])
+        trained = parameters_in_groups([optimizer, *(one for one in others if one is not None)])
         found = _untrained(model, trained)
         found = [(n, p) for n, p in found if n not in self._names and p not in self._params]
         names = [name for name, _ in found]
@@ -302,25 +302,25 @@ class Untrained:
             names = []  # the stepped parameters contain the model's
         if names and trained and elsewhere:
             raise RuntimeError(
-                f"{_listed(names)}: in no group of the optimizer, whose parameters are none of the "
-                "model's any more, as after load_state_dict(assign=True), so that a step would "
-                "change nothing; allowed: load_state_dict without assign, or memtrain.wrap after "
-                "it, with an optimizer of the new parameters"
+                f"{_first_names(names)}: in no group of the optimizer, and none of its parameters "
+                "belongs to the model, as after load_state_dict(assign=True): a step would change "
+                "nothing; allowed: load_state_dict without assign, or memtrain.wrap after it, with "
+                "an optimizer of the new parameters"
             )
         self._checked = now
         if not names:
             return
         self._names.update(names)
         warnings.warn(
-            f"{_listed(names)}: added after memtrain.wrap, or taken out, and in no group of the "
-            "optimizer, so that no step changes them; call optimizer.add_param_group with them, "
-            "or requires_grad_(False)",
+            f"{_first_names(names)}: in no group of the optimizer, so that no step changes them "
+            "(added after memtrain.wrap, or removed from their group); allowed: "
+            "optimizer.add_param_group with them, or requires_grad_(False)",
             RuntimeWarning,
             stacklevel=3,
         )
 
 
-def _listed(names: list[str]) -> str:
+def _first_names(names: list[str]) -> str:
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
 
