@@ -225,7 +225,7 @@ CASES = {
             for second in (1, 2)
         ),
         (reduce_triton._mean_kernel, LISTS, EXACT),
-        (reduce_triton._ratio_kernel, {"table_ptr": "*i64"}, EXACT),
+        (reduce_triton._ratio_kernel, LISTS, EXACT),
     ],
     "step.table_triton": [point(dtype) for dtype in ("*fp32", "*bf16", "*fp16")],
 }

@@ -65,7 +65,9 @@ def test_a_guard_that_is_not_finite_leaves_them_as_they_are(name):
     entry = channels_last(entry_of("factored", "bf16+8", (16, 8, 3, 3)))._replace(guard=guard)
     before = copy.deepcopy(tensors(entry))
     with backend(name):
-        assert len(PreparedStep([entry])._alone) == (name == "triton")  # without a wait of the host
+        assert len(PreparedStep([entry])._copied) == (
+            name == "triton"
+        )  # without a wait of the host
         fused_step([entry])
         assert all(map(torch.equal, tensors(entry), before))
         guard.fill_(1.0)
@@ -77,6 +79,7 @@ def test_a_guard_that_is_not_finite_leaves_them_as_they_are(name):
 def test_a_step_holds_the_copies_of_one_parameter(form):
     given = [channels_last(entry) for entry in entries(form)]
     most = max(KEPT[kept] * torch.Size(shape).numel() for kept in KEPT for shape in SHAPES)
+    fused_step(given)  # codebooks are made at the first call
     real, left = held(lambda: fused_step(given))
     assert (left, most <= real <= most + 64) == (0, True)  # scalars, too
     with simulating():
@@ -91,3 +94,42 @@ def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
         real = held(lambda: fused_step(given))
     with simulating("cuda"):
         assert held(lambda: fused_step(given)) == real
+
+
+def launches(monkeypatch, given):
+    """Names and grids of the kernels that a step launches; none is executed."""
+    launch, taken = pytest.importorskip("memtrain.kernels.step.launch"), []
+    monkeypatch.setattr(
+        launch,
+        "launch",
+        lambda kernel, grid, *_, **options: taken.append((kernel.fn.__name__, grid)),
+    )
+    with backend("triton"):
+        fused_step(given)
+    return taken
+
+
+def test_small_weights_that_are_copied_share_launches(monkeypatch):
+    shapes = [(64, 64, 3, 3), *3 * [(16, 64, 3, 3)]]
+    given = [channels_last(entry_of("factored", "float32", shape)) for shape in shapes]
+    assert len(launches(monkeypatch, given)) == 2 * 4
+
+
+def test_the_sums_of_a_tall_matrix_are_spread_over_programs(monkeypatch):
+    given = [entry_of("factored", "float32", (2100, 256))]
+    taken = dict(launches(monkeypatch, given))
+    assert taken["_reduce_kernel"] == (9 * 2,)
+    assert taken["_mean_kernel"] == (17 + 2,)
+    assert taken["_ratio_kernel"] == (3,)
+
+
+@pytest.mark.parametrize("form", ["factored", "2 bits"])
+def test_triton_adds_up_a_tall_matrix(form):
+    ours, theirs = (entry_of(form, "float32", (2100, 128)) for _ in range(2))
+    with backend("triton"):
+        fused_step([ours])
+    with backend("reference"):
+        fused_step([theirs])
+    for name in ("row", "col"):
+        torch.testing.assert_close(ours.states[1][name], theirs.states[1][name])
+    torch.testing.assert_close(ours.param, theirs.param, rtol=1e-3, atol=1e-4)

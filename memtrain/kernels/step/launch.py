@@ -106,9 +106,9 @@ class TritonGroup(Group):
         )
 
     def _average(self) -> None:
-        mean = self._programs["mean"]
+        mean, ratio = self._programs["mean"], self._programs["ratio"]
         launch(first_pass._mean_kernel, (len(mean),), mean, self._table, **EXACT)
-        launch(first_pass._ratio_kernel, (len(self.shapes),), self._table, **EXACT)
+        launch(first_pass._ratio_kernel, (len(ratio),), ratio, self._table, **EXACT)
 
     def update(self) -> None:
         """As `Group.update`."""
@@ -129,6 +129,7 @@ class TritonGroup(Group):
             counts["reduce"] = [-(-rows // ROWS) * -(-cols // COLS) for rows, cols in self.sizes]
         if self.form == "factored":
             counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in self.sizes]
+            counts["ratio"] = [-(-rows // first_pass.PIECE.value) for rows, _ in self.sizes]
         return {name: programs(tuple(each), self.device) for name, each in counts.items()}
 
 

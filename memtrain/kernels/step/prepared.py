@@ -1,7 +1,7 @@
 """Kernel tables of an optimizer step, prepared once: later steps update gradients and scalars."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class PreparedStep:
 
     Memory:
         As `CpuGroup` and `TritonGroup`: no parameter-sized temporaries, but vectors for rows and
-        columns, and copies of the largest parameter that is not contiguous.
+        columns, and copies as large as those of the largest parameter that is not contiguous.
 
     Example:
         >>> import torch
@@ -70,7 +70,8 @@ class PreparedStep:
         for entry in entries:
             check_entry(entry)
         self._entries = [*entries]
-        self._alone: dict[int, str] = {}  # position -> backend: references and copies
+        self._by_reference: list[int] = []
+        self._copied: list[int] = []
         self._sharded: list[int] = []
         self._count = len(entries)
         self.captured = False
@@ -80,7 +81,8 @@ class PreparedStep:
         kinds: dict[Any, list[int]] = defaultdict(list)
         for k, chosen in enumerate(_backends(entries)):
             self._place(k, chosen, kinds)
-        self.lasting = self.lasting and not (self._alone or self._sharded)
+        others = self._by_reference or self._copied or self._sharded
+        self.lasting = self.lasting and not others
         self._groups = [
             (positions, _group([self._entries[k] for k in positions], chosen))
             for (chosen, *_), positions in kinds.items()
@@ -100,8 +102,11 @@ class PreparedStep:
             entry = self._entries[k] = entry._replace(guard=None)
         if not entry.param.numel():
             return
-        if not served or not fits(entry):
-            self._alone[k] = chosen
+        if not served:
+            self._by_reference.append(k)
+            return
+        if not fits(entry):
+            self._copied.append(k)
             return
         if not entry.grad.is_contiguous():
             self.lasting = False
@@ -131,26 +136,52 @@ class PreparedStep:
             group.step(inputs if len(positions) == self._count else inputs.at(positions))
 
     def _run_others(self, entries: Sequence[Entry]) -> None:
-        for k, chosen in self._alone.items():
-            entry = entries[k]
-            if chosen == "reference" or not fits_copied(entry):
-                step_reference(entry)
-            else:
-                _step_copied(entry)
+        for k in self._by_reference:
+            step_reference(entries[k])
+        for some in _batches([entries[k] for k in self._copied]):
+            _step_copied(some)
         if self._sharded and not is_simulated():
             from memtrain.kernels.step import sharded
 
             sharded.step([entries[k] for k in self._sharded])
 
 
-def _step_copied(entry: Entry) -> None:
-    """Update contiguous copies of an entry's tensors, and copy the results back."""
-    param, master = entry.param.detach(), entry.master.contiguous()
-    own = entry._replace(param=param.contiguous(), grad=entry.grad.contiguous(), master=master)
-    PreparedStep([own]).run()
-    param.copy_(own.param)
-    if entry.master.correction is not None and master.correction is not None:
-        entry.master.correction.copy_(master.correction)
+def _batches(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
+    """Yield entries whose copies together take no more bytes than those of the largest one."""
+    nbytes = [sum(x.nbytes for x in _copies_of(entry)) for entry in entries]
+    batch: list[Entry] = []
+    room = most = max(nbytes, default=0)
+    for entry, size in zip(entries, nbytes, strict=True):
+        if size > room:
+            yield batch
+            batch, room = [], most
+        batch.append(entry)
+        room -= size
+    if batch:
+        yield batch
+
+
+def _copies_of(entry: Entry) -> list[Tensor]:
+    correction = entry.master.correction
+    tensors = [entry.param, entry.grad, *([] if correction is None else [correction])]
+    return [x for x in tensors if not x.is_contiguous()]
+
+
+def _step_copied(entries: Sequence[Entry]) -> None:
+    """Update contiguous copies of the entries' tensors, and copy the results back."""
+    own = [
+        entry._replace(
+            param=entry.param.detach().contiguous(),
+            grad=entry.grad.contiguous(),
+            master=entry.master.contiguous(),
+        )
+        for entry in entries
+    ]
+    PreparedStep(own).run()
+    for entry, copy in zip(entries, own, strict=True):
+        entry.param.detach().copy_(copy.param)
+        if entry.master.correction is not None and copy.master.correction is not None:
+            entry.master.correction.copy_(copy.master.correction)
 
 
 def _backends(entries: Sequence[Entry]) -> list[str]:
