@@ -147,9 +147,6 @@ class Config:
         2048
     """
 
-    preset: Any = None
-    """The preset that fills parts without rules. Configs from `load` contain the preset's rules and
-    have no preset."""
     activations: Activations = field(default_factory=Activations)
     """Saved tensors."""
     optim: Optim = field(default_factory=Optim)

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, cast
 
+import yaml
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
@@ -27,6 +28,8 @@ __all__ = [
     "CPU",
     "GRADIENTS",
     "KEEP",
+    "PLAN_KEY",
+    "PLAN_VERSION",
     "WEIGHTS",
     "ActivationRule",
     "Activations",
@@ -42,6 +45,8 @@ __all__ = [
     "options",
 ]
 
+PLAN_KEY, PLAN_VERSION = "memtrain_plan", 1
+"""First key of a plan file, and its value."""
 _COMPRESSORS = ("compressor", "recompute_inputs")
 """Keys whose values are compressors."""
 _NAMED = re.compile(r"\s*\{(.*,)?\s*name\s*:", re.DOTALL)
@@ -52,7 +57,8 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
 
     Args:
         cfg: A preset's name (`"balanced"` if None), the path of a YAML file, a list of Hydra
-            overrides, a dict or a DictConfig (with changes to its `preset`), or a `Config`.
+            overrides, a dict or a DictConfig (with changes to its `preset`), or a `Config`. A plan
+            (a file or a mapping with the key `memtrain_plan`) is complete and has no preset.
 
     Returns:
         The validated config.
@@ -68,43 +74,40 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
         3
     """
     if isinstance(cfg, Config):
-        return cfg if cfg.preset is None else _fill(cfg)
+        return cfg
     if cfg is None:
         return from_mapping(compose([]))
     if isinstance(cfg, Path) or (isinstance(cfg, str) and cfg.endswith((".yaml", ".yml"))):
-        if not Path(cfg).is_file():
-            raise FileNotFoundError(f"config file {str(cfg)!r} does not exist")
-        return _overlay(OmegaConf.load(Path(cfg)))
+        return _load_file(Path(cfg))
     if isinstance(cfg, str):
         return from_mapping(compose([f"preset={cfg}"]))
     if isinstance(cfg, DictConfig):
-        return _overlay(cfg)
+        return _merge_over_preset(cfg)
     if isinstance(cfg, Mapping):
-        return _overlay(OmegaConf.create(dict(cfg)))
+        return _merge_over_preset(OmegaConf.create(dict(cfg)))
     if isinstance(cfg, Sequence | ListConfig):
         composed = compose([str(item) for item in cfg])
         check_keys(composed, Config)  # `+key=value` adds any key
         return from_mapping(composed)
     raise TypeError(
         f"cfg is a {type(cfg).__name__}; allowed: a preset's name, a YAML path, a list of "
-        "overrides, a dict, a DictConfig, a Config"
+        "overrides, a dict, a DictConfig, a Config, a Plan"
     )
 
 
-def _fill(cfg: Config) -> Config:
-    base, filled = load(str(cfg.preset)), dataclasses.replace(cfg, preset=None)
-    for part in ("activations", "optim"):
-        own = getattr(cfg, part)
-        if not own.rules:
-            plain = type(own)()
-            changed = {key: x for key, x in vars(own).items() if x != getattr(plain, key)}
-            setattr(filled, part, dataclasses.replace(getattr(base, part), **changed))
-    for part in ("weights", "gradients"):
-        if getattr(cfg, part) == KEEP:
-            setattr(filled, part, getattr(base, part))
-    if not cfg.precision.active:
-        filled.precision = base.precision
-    return filled
+def _load_file(path: Path) -> Config:
+    """Load a config or a plan from a YAML file; errors name the file."""
+    if not path.is_file():
+        raise FileNotFoundError(f"config file {str(path)!r} does not exist")
+    try:
+        return _merge_over_preset(OmegaConf.load(path))
+    except yaml.MarkedYAMLError as error:
+        line = (error.problem_mark.line if error.problem_mark else 0) + 1
+        raise ValueError(f"{str(path)!r}, line {line}: {error.problem}") from error
+    except (yaml.YAMLError, OSError, ValueError) as error:
+        raise ValueError(f"{str(path)!r}: {str(error).splitlines()[0]}") from error
+    except TypeError as error:
+        raise TypeError(f"{str(path)!r}: {error}") from error
 
 
 def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
@@ -136,7 +139,7 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
     outer, clear.hydra = clear.hydra, None  # a user's own @hydra.main keeps its state
     try:
         with initialize_config_module("memtrain.configs", version_base="1.3"):
-            return hydra_compose(name, overrides=_replacing(overrides))
+            return hydra_compose(name, overrides=_replace_named_compressors(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         groups = [item for item in overrides if options(item.partition("=")[0])]
         raise explain(error, overrides, options, lambda: compose(groups, name)) from error
@@ -173,14 +176,20 @@ def options(group: str) -> list[str]:
     )
 
 
-def _overlay(changes: Any) -> Config:
-    """Merge `changes` over the preset that they name."""
+def _merge_over_preset(changes: Any) -> Config:
+    """Merge a config's keys over its preset, or a plan's keys over the schema's defaults."""
     if not isinstance(changes, DictConfig):
         raise TypeError(f"a config is a mapping of keys, not {type(changes).__name__}")
-    preset = changes.get("preset") or "balanced"
-    check_keys(changes, Config)
-    base = compose([f"preset={preset}"])
-    own = OmegaConf.create({key: changes[key] for key in changes if key != "preset"})
+    is_plan = PLAN_KEY in changes
+    if is_plan and changes[PLAN_KEY] != PLAN_VERSION:
+        raise ValueError(f"{PLAN_KEY}={changes[PLAN_KEY]!r}; allowed: {PLAN_VERSION}")
+    special = PLAN_KEY if is_plan else "preset"
+    own = OmegaConf.create({key: changes[key] for key in changes if key != special})
+    check_keys(own, Config)
+    if is_plan:
+        base = OmegaConf.structured(Config)
+    else:
+        base = compose([f"preset={changes.get('preset') or 'balanced'}"])
     path = "activations.recompute_inputs"  # rules are replaced as lists
     if "name" in (OmegaConf.select(own, path) or ()):
         OmegaConf.update(base, path, None)
@@ -190,7 +199,7 @@ def _overlay(changes: Any) -> Config:
         raise TypeError(first_line(error)) from error
 
 
-def _replacing(overrides: Sequence[str]) -> list[str]:
+def _replace_named_compressors(overrides: Sequence[str]) -> list[str]:
     """Return overrides in which a named compressor replaces the preset's.
 
     Hydra merges mappings and would keep the fields of the preset's compressor. Null is not merged.

@@ -3,8 +3,8 @@
 import logging
 from typing import Any
 
+from memtrain.config.sources import load
 from memtrain.integrations.transformers import memtrain_trainer
-from memtrain.plan.file import load
 
 try:
     from axolotl.integrations.base import (  # pyright: ignore[reportMissingImports]

@@ -4,9 +4,8 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from memtrain.config.sources import Config
+from memtrain.config.sources import Config, load
 from memtrain.optim.wrappers.apply import CPU, RELEASE
-from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 
 _LOG = logging.getLogger(__name__)

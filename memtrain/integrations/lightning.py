@@ -3,9 +3,8 @@
 from typing import Any
 
 import memtrain
-from memtrain.config.sources import KEEP
+from memtrain.config.sources import KEEP, load
 from memtrain.integrations.framework import for_framework
-from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 
 

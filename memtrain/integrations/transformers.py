@@ -6,12 +6,11 @@ from torch.optim import Optimizer
 
 import memtrain
 from memtrain.config.schema import Config
-from memtrain.config.sources import KEEP
+from memtrain.config.sources import KEEP, load
 from memtrain.integrations.framework import for_framework, passes
 from memtrain.optim.wrappers.host_states import releasing
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import parse
-from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 from memtrain.wrapped import is_wrapped_with
 

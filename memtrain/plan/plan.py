@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import OmegaConf
 from torch import nn
 from torch.optim import Optimizer
@@ -21,13 +22,12 @@ from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.config.sizes import format_size
-from memtrain.config.sources import CPU, KEEP, Config
+from memtrain.config.sources import CPU, KEEP, Config, Optim, load
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.layout import is_unsigned
 from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.weights import parse
 from memtrain.plan import file
-from memtrain.plan.file import load
 from memtrain.plan.predicted_bytes import (
     NO_COUNTER,
     UNKNOWN,
@@ -317,7 +317,7 @@ def make_plan(
     Args:
         model: The model; it may be compiled by `torch.compile`.
         optimizer: Its optimizer, or a list of them.
-        cfg: Any input of `memtrain.config.load`, a plan file's path, or a plan.
+        cfg: Any input of `memtrain.config.load`, or a plan.
         batch: The model's input. A forward on fake tensors then records the activation sites.
             Without a batch the first training forward of a wrapped model records them.
 
@@ -333,7 +333,7 @@ def make_plan(
     optimizers = [optimizer] if isinstance(optimizer, Optimizer) else optimizer
     optimizers = [inner_optimizer(one) for one in optimizers]
     model = inside_compiled(outer_model) or outer_model
-    config = file.loads(cfg.to_yaml()) if isinstance(cfg, Plan) else load(cfg)
+    config = load(yaml.safe_load(cfg.to_yaml()) if isinstance(cfg, Plan) else cfg)
     modules = [name for name, _ in model.named_modules()]
     parameters = dict(model.named_parameters(remove_duplicate=False))
     plan = Plan(
@@ -373,7 +373,7 @@ def activation_plan(model: nn.Module, cfg: Any = None) -> Plan:
     """Return a plan for saved tensors alone, without an optimizer and without recorded sites."""
     config = load(cfg)
     rules = activation_rules(config.activations, [name for name, _ in model.named_modules()])
-    plan = Plan(config, rules, Rules([], [], ("parameter", "state")))
+    plan = Plan(config, rules, Rules(Optim()))
     return replace(plan, bits=plan.automatic_bits())
 
 

@@ -1,6 +1,6 @@
-"""Ordered rules (patterns over names), and a plan file's exact sites before them."""
+"""Ordered rules (patterns over names), and a plan's exact sites before them."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -11,7 +11,7 @@ from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.auto import Auto
 from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
 from memtrain.compressors.registry import check_role
-from memtrain.config.sources import KEEP, ActivationRule, Activations, Optim, StateRule, nearest
+from memtrain.config.sources import KEEP, Activations, Optim, nearest
 from memtrain.plan.compressor_specs import build_compressor
 
 
@@ -37,27 +37,31 @@ class Rules:
     """Ordered rules over names; the first rule whose every pattern matches wins.
 
     Args:
-        exceptions: The user's rules, tried first.
-        rules: The preset's rules.
-        names: The pattern fields of a rule, in the order of `choose`'s arguments.
-        sites: Names -> a plan file's decision for exactly this site, before all rules.
+        config: A config's `activations` or `optim`. Its `sites` (a plan's decisions for exactly
+            these sites) come before its `exceptions` (the user's rules) and its `rules`.
+
+    Raises:
+        ValueError: For an invalid compressor or pattern, with its key.
+        TypeError: For a value that describes no compressor.
     """
 
-    def __init__(
-        self,
-        exceptions: Sequence[ActivationRule | StateRule],
-        rules: Sequence[ActivationRule | StateRule],
-        names: Sequence[str],
-        sites: Mapping[tuple[str, ...], Any] | None = None,
-    ) -> None:
-        self._sites = {site: _signs(what) for site, what in (sites or {}).items()}
-        self._rules = [
-            (tuple(expand(str(getattr(rule, name))) for name in names), _signs(rule.compressor))
-            for rule in (*exceptions, *rules)
-        ]
+    def __init__(self, config: Activations | Optim) -> None:
+        saved = isinstance(config, Activations)
+        part = "activations" if saved else "optim"
+        names = ("module", "op", "tensor") if saved else ("parameter", "state")
+        self._sites: dict[tuple[str, ...], dict[bool, Compressor | Keep]] = {}
+        for site, value in config.sites.items():
+            key = tuple(Site.parse(site)) if saved else state_site(site)
+            self._sites[key] = _signs(value, f"{part}.sites.{site!r}")
+        self._rules: list[tuple[list[tuple[str, ...]], dict[bool, Compressor | Keep]]] = []
+        for kind in ("exceptions", "rules"):
+            for index, rule in enumerate(getattr(config, kind)):
+                patterns = [expand(str(getattr(rule, name))) for name in names]
+                where = f"{part}.{kind}.{index}.compressor"
+                self._rules.append((patterns, _signs(rule.compressor, where)))
         self._exceptions = [
             " ".join(f"{name}={x}" for name in names if (x := str(getattr(rule, name))) != "*")
-            for rule in exceptions
+            for rule in config.exceptions
         ]
         self._matched: dict[tuple[str, ...], int] = {}  # names -> the winning rule
 
@@ -112,9 +116,14 @@ class Rules:
         return bool(self._rules) or any(not isinstance(chosen, Keep) for chosen in exact)
 
 
-def _signs(value: Any) -> dict[bool, Compressor | Keep]:
+def _signs(value: Any, where: str) -> dict[bool, Compressor | Keep]:
     """Return the compressors for tensors with and without negative values."""
-    return {signed: build_compressor(value, signed=signed) for signed in (True, False)}
+    try:
+        return {signed: build_compressor(value, signed=signed) for signed in (True, False)}
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    except TypeError as error:
+        raise TypeError(f"{where}: {error}") from error
 
 
 def compresses(chosen: Compressor | Keep) -> bool:
@@ -143,8 +152,7 @@ def activation_rules(config: Activations, modules: Sequence[str]) -> Rules:
         if pattern != BLOCKS and not any(fnmatchcase(name, pattern) for name in modules):
             hint = nearest(pattern, modules)[:500]
             raise ValueError(f"activations.recompute={pattern!r} matches no module; {hint}")
-    exact = {tuple(site): config.sites[name] for name, site in sites.items()}
-    rules = Rules(config.exceptions, config.rules, ("module", "op", "tensor"), exact)
+    rules = Rules(config)
     rules.check(ACTIVATION)
     return rules
 
@@ -181,8 +189,7 @@ def state_rules(config: Optim, parameters: Sequence[str]) -> Rules:
     _check_exceptions(config.exceptions, "parameter", parameters)
     unknown = [site for site in config.sites if state_site(site)[0] not in parameters]
     raise_missing(unknown, "the model has no such parameters")
-    exact = {state_site(site): what for site, what in config.sites.items()}
-    rules = Rules(config.exceptions, config.rules, ("parameter", "state"), exact)
+    rules = Rules(config)
     if any(isinstance(chosen, Auto) for chosen in rules.compressors()):
         raise ValueError("bits='auto' in a rule of optim; allowed: in those of activations")
     rules.check(STATE)

@@ -21,11 +21,10 @@ from memtrain.audit.peak.largest import largest
 from memtrain.audit.peak.predict import conditions, predict
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sizes import parse_size
-from memtrain.config.sources import KEEP, Config
+from memtrain.config.sources import KEEP, Config, load
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan import plan as rules
 from memtrain.plan.compressor_specs import compressor_spec
-from memtrain.plan.file import load
 from memtrain.plan.plan import Plan
 from memtrain.plan.predicted_bytes import training_dtypes
 from memtrain.planner.advice import advice

@@ -189,7 +189,7 @@ def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
         3
     """
     own = {item.name for item in dataclasses.fields(Request)}
-    theirs = {item.name for item in dataclasses.fields(Config)}
+    theirs = {item.name for item in dataclasses.fields(Config)} | {"preset"}
     for item in overrides:
         key, sign, _ = item.lstrip("+~").partition("=")
         if not sign:
@@ -206,10 +206,6 @@ def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
     rest = [item for item in overrides if item not in mine]
     if request.plan is not None and rest:
         raise ValueError(f"plan= takes the place of memtrain's keys; {rest[0]!r} is not for it")
-    preset = [item for item in rest if item.startswith("preset=")]
-    if preset and preset[-1].partition("=")[2] not in options("preset"):
-        value = preset[-1].partition("=")[2]
-        raise ValueError(f"unknown preset {value!r}; {nearest(value, options('preset'))}")
     return request, load(rest)
 
 

@@ -14,8 +14,7 @@ from memtrain.cli.models.build_model import Built
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
 from memtrain.config.sizes import parse_size
-from memtrain.config.sources import Config
-from memtrain.plan.file import load
+from memtrain.config.sources import Config, load
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit, Fit, Goal, fit
 from memtrain.planner.goal import Progress, silent

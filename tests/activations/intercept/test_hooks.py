@@ -622,7 +622,7 @@ def _rules(preset):
     from memtrain.config.sources import load
     from memtrain.plan.plan import Rules
 
-    return Rules([], load(preset).activations.rules, ("module", "op", "tensor"))
+    return Rules(load(preset).activations)
 
 
 def _far_from_singular(h):
