@@ -229,7 +229,7 @@ def optimizers() -> dict[str, Callable[..., Any]]:
 
 
 def optimizer(scale: Scale) -> Iterator[Case]:
-    """A step over GPT-2-small's parameters: wall, host, kernels, and a graph's replay."""
+    """A step over GPT-2-small's parameters: wall, host and kernels."""
     shapes = [(8, 65), (65,)] if scale.tiny else gpt2_small()
     ours = {
         "AdamW4bit, rank-1": optim.AdamW4bit,
@@ -246,9 +246,6 @@ def optimizer(scale: Scale) -> Iterator[Case]:
             p.data, p.grad = p.data.to(getattr(torch, dtype)), None
             p.grad = torch.full_like(p, 1e-3)
         found = clocks(make(params).step, scale)
-        if scale.device == "cuda":
-            replay = captured(make(params, capturable=True).step)
-            found |= {f"graph_{k}": v for k, v in clocks(replay, scale).items()}
         return found | {"parameters": sum(p.numel() for p in params), "tensors": len(params)}
 
     for name, make in list(ours.items())[-2 if scale.tiny else 0 :]:
@@ -262,20 +259,6 @@ def optimizer(scale: Scale) -> Iterator[Case]:
 
     for name in PEERS:
         yield {"optimizer": name}, partial(theirs, name)
-
-
-def captured(step: Callable[[], object]) -> Callable[[], None]:
-    """The replay of a step captured into a CUDA graph."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            step()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    return graph.replay
 
 
 VARIANTS = ("plain", "exact", "balanced", "checkpointed", "torch checkpointing")

@@ -52,7 +52,7 @@ def compress(
 
     Raises:
         TypeError: If the optimizer cannot have compressed states (LBFGS), or has them already.
-        ValueError: If it is differentiable: compressed states have no gradient.
+        ValueError: If it is differentiable or capturable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(100, 100))
@@ -65,8 +65,6 @@ def compress(
             f"choose={choose!r}; allowed: a function of a parameter and a state's name; "
             "memtrain.wrap(model, optimizer, cfg) takes presets"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError("differentiable=True is refused: compressed states have no gradient")
     choose = Bounded(choose or default_choice(optimizer, 0), min_elements)
     kind = becomes_fused(optimizer, choose)
     if kind is None:
@@ -170,7 +168,7 @@ def _whole(optimizer: CompressedStates, param: Tensor, group: dict[str, Any]) ->
     for name, value in whole.items():
         if name != "step":
             whole[name] = torch.empty_like(param).copy_(value)
-        elif group.get("fused") or group.get("capturable"):
+        elif group.get("fused"):
             whole[name] = value.to(param.device)
     return whole
 

@@ -13,7 +13,7 @@ from memtrain.kernels.norm import norm_triton as norm
 from memtrain.kernels.packing import pack_triton as packing
 from memtrain.kernels.packing.bits import lanes
 from memtrain.kernels.patch import patch_triton as patch
-from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
+from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton
 from memtrain.kernels.step.groups import blocks
 
 EXACT = {"enable_fp_fusion": False}
@@ -137,15 +137,6 @@ def reduce(second, whole, p, g, master):
     return reduce_triton._reduce_kernel, signature, constants | options
 
 
-def point(dtype):
-    signature = {"column_ptr": "*i64", "stride": "i32", "count": "i32"}
-    return (
-        table_triton._point_kernel,
-        signature | dict.fromkeys(table_triton._NAMES, dtype),
-        {},
-    )
-
-
 CASES = {
     "group.group_triton": [
         *(quantize(bits, "*fp32") for bits in WIDTHS),
@@ -227,5 +218,4 @@ CASES = {
         (reduce_triton._mean_kernel, LISTS, EXACT),
         (reduce_triton._ratio_kernel, LISTS, EXACT),
     ],
-    "step.table_triton": [point(dtype) for dtype in ("*fp32", "*bf16", "*fp16")],
 }

@@ -10,7 +10,8 @@ def signature_of(entries):
     payloads = chain.from_iterable(entry.states for entry in entries)
     tensors = [*chain.from_iterable(payload.values() for payload in payloads)]
     for entry in entries:
-        tensors += [x for x in (entry.master.correction, entry.master.tick) if x is not None]
+        if entry.master.correction is not None:
+            tensors.append(entry.master.correction)
     more = [(e.rule, e.codecs, e.master.form, e.guard is not None) for e in entries]
     return signature([e.param for e in entries], [e.grad for e in entries], tensors, more)
 

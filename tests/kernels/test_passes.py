@@ -8,10 +8,7 @@ from torch import nn
 
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.step.prepared import PreparedSteps
-from memtrain.kernels.step.update_rules import COUNT, on_device
 from tests.kernels.forms import FORMS, entry_of
-from tests.kernels.kept_steps import step_kept
 from tests.kernels.steps import fused_step
 
 TABLE = torch.zeros(2**12, dtype=torch.int64)
@@ -59,25 +56,3 @@ def test_a_simulated_step_holds_what_the_launches_do(form, unlaunched):
         assert held(lambda: fused_step(given)) == (0, 0)
         turned = [e._replace(grad=e.grad.mT.contiguous().mT) for e in given]
         assert held(lambda: fused_step(turned))[0] == sum(e.grad.nbytes for e in given)
-
-
-@pytest.mark.parametrize("form", ["4 bits", "rank-1", "factored", "2 bits"])
-def test_the_vectors_of_a_step_that_a_graph_may_capture_stay(form, unlaunched, monkeypatch):
-    given = entries(form)
-    rows = on_device(given[0].scalars, len(given), torch.device("cpu"))
-    given = [e._replace(scalars=row) for e, row in zip(given, rows, strict=True)]
-    sent = torch.zeros(len(given) // 2, COUNT)
-    monkeypatch.setattr(unlaunched.table_triton, "point", lambda *given: None)
-    monkeypatch.setattr(unlaunched, "stacked", lambda scalars, device: sent)
-
-    def stepped(steps):
-        step_kept(given, steps)
-        step_kept(given, steps)
-
-    kept = PreparedSteps(), PreparedSteps()
-    with backend("triton"):
-        fused_step(given)  # the tables of programs
-        real = held(lambda: stepped(kept[0]))
-    with simulating("cuda"):
-        assert held(lambda: stepped(kept[1])) == real
-    assert (real[1] > 0) == (form != "4 bits")

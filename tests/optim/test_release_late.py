@@ -106,7 +106,7 @@ def counts(monkeypatch):
     from memtrain.optim.fused.fused import FusedStates
 
     def turns(self, params):
-        steps = [self._counter(param, torch.device("cpu")) for param in params]
+        steps = [self._counter(param) for param in params]
         torch._foreach_add_(steps, 1)
         return [float(step.numpy()) for step in steps]
 

@@ -32,7 +32,7 @@ class Inputs(NamedTuple):
     """What changes from step to step, one value per entry."""
 
     grads: Sequence[Tensor]
-    scalars: Sequence[Scalars | Tensor]
+    scalars: Sequence[Scalars]
     states: Sequence[tuple[Payload, ...]] = ()
     """Read where torch works on them: for rank-1, factored and Lloyd-Max states."""
     seeds: Sequence[int] = ()
@@ -60,9 +60,9 @@ def inputs_of(entries: Sequence[Entry]) -> Inputs:
 
 def same_kernels(entry: Entry) -> Hashable:
     """Equal for entries that one `Group` steps."""
-    p, on_device = entry.param, isinstance(entry.scalars, Tensor)
+    p = entry.param
     kind = entry.rule, entry.bits, entry.form, entry.master.form
-    return p.device, p.dtype, entry.grad.dtype, kind, on_device, is_whole(entry)
+    return p.device, p.dtype, entry.grad.dtype, kind, is_whole(entry)
 
 
 def is_whole(entry: Entry) -> bool:
@@ -121,7 +121,7 @@ class CpuGroup:
         self._table[:, SCALARS_FIELD] = at
         self._run, self._given = cpu.function("mt_step", "pi"), (self._table.ctypes.data, count)
         masters = [entry.master for entry in entries]
-        drawn = [master.stochastic and master.tick is None for master in masters]
+        drawn = [master.stochastic for master in masters]
         self._drawn = np.array(drawn) if any(drawn) else None
 
     def step(self, inputs: Inputs) -> None:
@@ -141,15 +141,12 @@ class Group:
 
     Memory:
         For the time of a step, with rank-1 and factored states, vectors of rows and columns: 3/64
-        byte per element, factored. Where scalars are on the device, a CUDA graph may have captured
-        the step, and the vectors stay.
+        byte per element, factored.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         first = entries[0]
         self.form, self.bits, self.device = first.form, first.bits, first.param.device
-        self.captured = isinstance(first.scalars, Tensor)
-        """Whether a CUDA graph may replay the step, so that nothing that it reads may move."""
         self.shapes = [entry.param.shape for entry in entries]
         self.sizes = [entry.matrix for entry in entries]
         deep = [k for k, shape in enumerate(self.shapes) if len(shape) != 2]
@@ -175,7 +172,7 @@ class Group:
     def begin(self, inputs: Inputs) -> None:
         """Allocate the row and column buffers; write gradients and scalars to the table."""
         self._inputs = inputs
-        if self._vectors and self._flat is None:
+        if self._vectors:
             total = sum(map(sum, self._vectors.values()))
             self._flat = torch.empty(total, device=self.device, dtype=torch.float32)
         if self.form == "rank1":
@@ -265,9 +262,7 @@ class Group:
             new = [*self._of("row_inv"), *self._of("col_old")]
         if old:
             torch._foreach_copy_(old, new)
-        self._inputs, self._scales = Inputs((), ()), {}
-        if not self.captured:
-            self._flat = None
+        self._inputs, self._scales, self._flat = Inputs((), ()), {}, None
 
     def offsets(self) -> dict[str, np.ndarray]:
         """Name of a vector -> the first element of each entry's, -1 where it has none."""

@@ -22,7 +22,7 @@ from memtrain.kernels.step.step import (
     Entry,
     table_row,
 )
-from memtrain.kernels.step.update_rules import COUNT, RULES, stacked, stacked_rows
+from memtrain.kernels.step.update_rules import COUNT, RULES, stacked_rows
 from memtrain.kernels.step.update_rules_triton import EXACT
 from memtrain.kernels.step.uploads import send
 
@@ -65,7 +65,7 @@ class TritonGroup(Group):
         self._scalars = self._there[:own].view(torch.float32).view(count, COUNT)
         at = self._scalars.data_ptr()
         self._rows[:] = [_row(entry, at + k * SCALARS) for k, entry in enumerate(entries)]
-        self._is_new, self._offsets = True, self.offsets()
+        self._offsets = self.offsets()
 
     def begin(self, inputs: Inputs) -> None:
         """As `Group.begin`; this step's vectors, gradients, scalars, guards and random bits."""
@@ -78,16 +78,9 @@ class TritonGroup(Group):
             self._rows[:, SEED_FIELD] = inputs.seeds
         if inputs.guards:
             self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
-        if not self.captured:
-            self._own[:] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
-        if self._is_new or not self.captured:
-            self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
-            send(self._here, self._there)
-        else:  # a capture finds the table, and sends none
-            table_triton.point(self._table, GRADIENT_FIELD, inputs.grads)
-        if self.captured:
-            self._scalars.copy_(stacked(inputs.scalars, self.device))
-        self._is_new = False
+        self._own[:] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
+        self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
+        send(self._here, self._there)
 
     def reduce(self) -> None:
         """As `Group.reduce`."""
@@ -155,7 +148,7 @@ def _update_form(first: Entry, reduce_form: dict[str, Any]) -> dict[str, Any]:
 
 def _row(entry: Entry, scalars: int) -> list[int]:
     """The row of the table of an entry, given the address of its scalars."""
-    row = table_row(entry, scalars, entry.master.device_fields())
+    row = table_row(entry, scalars, entry.master.fields())
     row += [0] * (FIELDS - len(row))
     if entry.form == "rank1":
         scale, shape = entry.states[1]["scale"].data_ptr(), entry.param.shape

@@ -4,7 +4,7 @@ import triton
 import triton.language as tl
 
 from memtrain.kernels.codebook import lloyd_max
-from memtrain.kernels.step.split_triton import DRAWN, block_order, draws, ticked, write_weight
+from memtrain.kernels.step.split_triton import DRAWN, block_order, draws, write_weight
 from memtrain.kernels.step.step_triton import first_elements, inputs
 from memtrain.kernels.step.table_triton import (
     COL_INV,
@@ -15,7 +15,6 @@ from memtrain.kernels.step.table_triton import (
     ROW_OLD,
     SCALARS,
     SEED,
-    TICK,
     G,
     P,
     address,
@@ -60,7 +59,7 @@ def _update_kernel(
     lost_ptr = corrections(table_ptr, tensor, MASTER, WHOLE) + first
     seed = 0
     if MASTER == DRAWN:
-        seed = ticked(field(table_ptr, tensor, SEED), field(table_ptr, tensor, TICK))
+        seed = field(table_ptr, tensor, SEED)
 
     codes_ptr = address(table_ptr, tensor, FIRST, tl.uint8, WHOLE) + first // 4
     scale_ptr = address(table_ptr, tensor, FIRST + 1, tl.bfloat16, False) + first // SIZE

@@ -8,7 +8,6 @@ from torch import Tensor
 
 from memtrain.kernels import dispatch
 from memtrain.kernels.dispatch import backend_of, choose, is_simulated
-from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS
 from memtrain.kernels.step.groups import CpuGroup, Group, Inputs, inputs_of, same_kernels
 from memtrain.kernels.step.step import (
@@ -20,8 +19,7 @@ from memtrain.kernels.step.step import (
 )
 
 LIMIT = 8
-"""Prepared steps that begin with one parameter and that no graph has captured: it and others with
-gradients, say."""
+"""Prepared steps that begin with one parameter: it and others with gradients, say."""
 MOST = 2**14
 """First parameters of prepared steps: released gradients take a step for each parameter."""
 
@@ -44,8 +42,6 @@ class PreparedStep:
 
     Raises:
         ValueError: If no kernel has an entry's rule with its codecs, or a payload has another size.
-        RuntimeError: Inside a capture, where scalars are on the device and kernels need a table:
-            it travels there from host memory, which a graph would not repeat.
 
     Memory:
         As `CpuGroup` and `TritonGroup`: no parameter-sized temporaries, but vectors for rows and
@@ -74,8 +70,6 @@ class PreparedStep:
         self._copied: list[int] = []
         self._sharded: list[int] = []
         self._count = len(entries)
-        self.captured = False
-        """Whether a CUDA graph has captured the step, and replays it."""
         self.lasting = True
         """Whether later steps can reuse the tables."""
         kinds: dict[Any, list[int]] = defaultdict(list)
@@ -114,7 +108,6 @@ class PreparedStep:
         if chosen == "triton":
             kinds[chosen, same_kernels(entry)].append(k)
         elif not simulated:
-            self.lasting = self.lasting and entry.master.tick is None
             kinds[(chosen,)].append(k)
 
     @property
@@ -197,12 +190,6 @@ def _group(entries: list[Entry], chosen: str) -> CpuGroup | Group:
         return Group(entries)
     if chosen == "cpu":
         return CpuGroup(entries)
-    if isinstance(entries[0].scalars, Tensor) and cuda_graph.capturing():
-        raise RuntimeError(
-            "a capture must repeat a step that was made outside of one: these parameters, "
-            "states and options were not stepped together yet; make a step with a gradient "
-            "for exactly these parameters first"
-        )
     from memtrain.kernels.step.launch import TritonGroup  # Triton is optional
 
     return TritonGroup(entries)
@@ -211,8 +198,7 @@ def _group(entries: list[Entry], chosen: str) -> CpuGroup | Group:
 class PreparedSteps:
     """Cache of prepared steps, keyed by the signature of their tables.
 
-    Steps that a CUDA graph has captured stay in the cache, because the graph replays their
-    addresses. Of the others, the cache keeps the last `LIMIT` per first parameter.
+    The cache keeps the last `LIMIT` steps per first parameter.
     """
 
     def __init__(self) -> None:
@@ -227,21 +213,16 @@ class PreparedSteps:
         """
         for known, step in self._steps.get(first, ()):
             if known == signature:
-                step.captured = step.captured or cuda_graph.capturing()
                 return step
         return None
 
     def keep(self, first: Hashable, signature: Any, step: PreparedStep) -> None:
         """Keep a step for `find`."""
         if first not in self._steps and len(self._steps) >= MOST:
-            spare = (
-                key for key, kept in self._steps.items() if not any(s.captured for _, s in kept)
-            )
-            self._steps.pop(next(spare, None), None)
+            del self._steps[next(iter(self._steps))]
         kept = self._steps.setdefault(first, [])
-        spare = [one for one in kept if not one[1].captured]
-        if len(spare) >= LIMIT:
-            kept.remove(spare[0])
+        if len(kept) >= LIMIT:
+            del kept[0]
         kept.append((signature, step))
 
     def __len__(self) -> int:

@@ -14,7 +14,6 @@ from torch import Tensor
 from memtrain.kernels.floats.formats import BF16
 from memtrain.kernels.floats.rounding import draws
 from memtrain.kernels.random.philox import signed
-from memtrain.kernels.step import cuda_graph
 
 WEIGHTS = (torch.bfloat16, torch.float16)
 CORRECTIONS = {torch.int8: 8, torch.int16: 16}
@@ -41,8 +40,6 @@ class MasterWeight(NamedTuple):
     stochastic: bool = False
     seed: int = 0
     """64 bits, signed, as `Key.bits` gives."""
-    tick: Tensor | None = None
-    """int64, one element, on the device: mixed into the seed, so that graphs draw anew."""
     block: int = 0
     """Of a part, by the definition: how many runs of `rounding.BLOCK` elements precede it."""
 
@@ -74,7 +71,7 @@ class MasterWeight(NamedTuple):
         if not self.any:
             weight.copy_(master)
             return
-        drawn = {"seed": self._seed(), "stochastic": self.stochastic, "block": self.block}
+        drawn = {"seed": self.seed, "stochastic": self.stochastic, "block": self.block}
         split_reference(master, weight, self.correction, **drawn)
 
     @property
@@ -84,23 +81,10 @@ class MasterWeight(NamedTuple):
 
     def fields(self) -> list[int]:
         """Struct MasterWeight of cpu/step/weights.h."""
-        return [self._address(), _bits(self.correction), int(self.stochastic), self._seed()]
-
-    def device_fields(self) -> list[int]:
-        """As `fields`; the address of `tick` in place of whether rounding is stochastic."""
-        tick = 0 if self.tick is None else self.tick.data_ptr()
-        return [self._address(), _bits(self.correction), tick, self.seed]
+        return [self._address(), _bits(self.correction), int(self.stochastic), self.seed]
 
     def _address(self) -> int:
         return 0 if self.correction is None else self.correction.data_ptr()
-
-    def _seed(self) -> int:
-        if self.tick is None:
-            return self.seed
-        cuda_graph.refuse(
-            "a step of a weight that is not contiguous", "its random bits are counted on the host"
-        )
-        return self.seed ^ int(self.tick)
 
 
 PLAIN = MasterWeight()

@@ -52,14 +52,6 @@ def read_weight(weight_ptr, lost_ptr, at, inside, KEPT: tl.constexpr):
 
 
 @triton.jit
-def ticked(seed, tick):
-    """The seed of this step: with the number at address `tick` mixed in, unless that is 0."""
-    if tick != 0:
-        seed ^= tl.load(tick.to(tl.pointer_type(tl.int64)))
-    return seed
-
-
-@triton.jit
 def block_order(COUNT: tl.constexpr, HALF: tl.constexpr, MASTER: tl.constexpr):
     """Which of a program's COUNT blocks each row is.
 

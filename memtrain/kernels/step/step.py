@@ -4,7 +4,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -39,12 +39,11 @@ class Entry(NamedTuple):
     """One parameter's part of a step; the payloads and the parameter are written in place.
 
     `states` are the rule's states (AdamW: both moments; SGD and Lion: the momentum; SGD without
-    momentum: none), stored by `codecs`. `scalars` are on the host, or a row of
-    `update_rules.on_device`. With a `shard`, all tensors are local shards; rank-1 scales and
-    factored means refer to the full parameter (`sharded.step`). `master` is the storage of the
-    float32 master of a 16-bit parameter. If `guard` (float32, one element, not negative, on the
-    parameter's device) is not finite, nothing changes. Triton kernels and sharded steps read the
-    guard on the device; other backends synchronize.
+    momentum: none), stored by `codecs`. With a `shard`, all tensors are local
+    shards; rank-1 scales and factored means refer to the full parameter (`sharded.step`). `master`
+    is the storage of the float32 master of a 16-bit parameter. If `guard` (float32, one element,
+    not negative, on the parameter's device) is not finite, nothing changes. Triton kernels and
+    sharded steps read the guard on the device; other backends synchronize.
     """
 
     param: Tensor
@@ -52,7 +51,7 @@ class Entry(NamedTuple):
     states: tuple[Payload, ...]
     codecs: tuple[Codec, ...]
     rule: str
-    scalars: Scalars | Tensor
+    scalars: Scalars
     shard: Shard | None = None
     master: MasterWeight = PLAIN
     guard: Tensor | None = None
@@ -108,20 +107,11 @@ def fits(entry: Entry) -> bool:
         return False
     if entry.master is not PLAIN and not entry.master.is_contiguous():
         return False
-    return _are_known(entry)
+    return fits_copied(entry)
 
 
 def fits_copied(entry: Entry) -> bool:
-    """Whether the kernels serve contiguous copies of an entry's tensors.
-
-    Not in a step that a CUDA graph may capture, whose scalars are on the device: a replay would not
-    find the copies where they were.
-    """
-    return not isinstance(entry.scalars, Tensor) and _are_known(entry)
-
-
-def _are_known(entry: Entry) -> bool:
-    """Whether the kernels serve an entry's dtypes and dimensions."""
+    """Whether the kernels serve contiguous copies of an entry's tensors."""
     if entry.param.dim() > _MAX_DIMS and entry.form == "rank1":
         return False
     return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES
@@ -196,7 +186,7 @@ def reduce_reference(entry: Entry) -> Sums:
     """Pass 1 in pure torch: the maxima of rank-1's new state, or sums of squared gradients."""
     if entry.form not in ROWS_AND_COLUMNS:
         return {}
-    h = update_rules.named(entry.rule, entry.scalars)
+    h: Any = entry.scalars
     g = update_rules.gradient(h, entry.grad, entry.master.read(entry.param))
     if entry.form == "rank1":
         v = entry.codecs[1].decode(entry.states[1], entry.param.shape)
@@ -207,7 +197,8 @@ def reduce_reference(entry: Entry) -> Sums:
 
 def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
     """The new factors from sums over the whole tensor, into the state; their mean into `sums`."""
-    h, state = update_rules.named(entry.rule, entry.scalars), entry.states[1]
+    h: Any = entry.scalars
+    state = entry.states[1]
     row, col = state["row"], state["col"]
     with unless_refused(entry, [row, col]):
         row.copy_(h.b2 * row + h.w2 * (sums["row"] / torch.Size(part.shape[1:]).numel()))
@@ -225,7 +216,8 @@ def update_reference(entry: Entry, sums: Sums) -> None:
 
 def _update(entry: Entry, sums: Sums) -> None:
     shape, is_factored = entry.param.shape, entry.form == "factored"
-    before, h = entry.master.read(entry.param), update_rules.named(entry.rule, entry.scalars)
+    before = entry.master.read(entry.param)
+    h: Any = entry.scalars
     p, g = before, update_rules.gradient(h, entry.grad, before)
     stored = list(zip(entry.codecs, entry.states, strict=True))
     if is_factored:
@@ -311,7 +303,7 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
     Args:
         entry: With a contiguous parameter and gradient.
         scalars: Address of float32, [COUNT], on the entry's device.
-        master: `MasterWeight.fields` or `MasterWeight.device_fields`.
+        master: `MasterWeight.fields`.
 
     Returns:
         Addresses and sizes.
@@ -328,7 +320,7 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
 
 
 SCALARS = 4 * update_rules.COUNT
-"""Bytes of a row of `update_rules.stacked`."""
+"""Bytes of a row of `update_rules.stacked_rows`."""
 _ZEROS = (0,) * _MAX_DIMS
 _NO_MASTER = PLAIN.fields()
 _Names = tuple[str, ...]

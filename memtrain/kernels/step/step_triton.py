@@ -18,7 +18,6 @@ from memtrain.kernels.step.split_triton import (
     block_order,
     draws,
     read_weight,
-    ticked,
     write_weight,
 )
 from memtrain.kernels.step.table_triton import (
@@ -35,7 +34,6 @@ from memtrain.kernels.step.table_triton import (
     SCALARS,
     SECOND_STATE,
     SEED,
-    TICK,
     G,
     P,
     address,
@@ -76,7 +74,7 @@ def _update_kernel(
 
     seed = 0
     if MASTER == DRAWN:
-        seed = ticked(field(table_ptr, tensor, SEED), field(table_ptr, tensor, TICK))
+        seed = field(table_ptr, tensor, SEED)
     # The addresses of states that there are.
     m_low = tl.zeros([COUNT, HALF], dtype=tl.int32)
     m_high, v_low, v_high = m_low, m_low, m_low

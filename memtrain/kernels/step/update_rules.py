@@ -5,15 +5,13 @@ Each rule has three implementations: PyTorch (this file, with the formula), Trit
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-Number = float | Tensor
-"""Known on the host, or on the device only: float64, of one element or one for each entry."""
 COUNT = 16  # places for the scalars of a step: a cache line
 _NONE = (0.0,) * COUNT
 
@@ -40,15 +38,15 @@ class AdamWScalars(NamedTuple):
     when bias correction is over.
     """
 
-    decay: Number
-    l2: Number
-    sign: Number
-    w1: Number
-    b2: Number
-    w2: Number
-    step_size: Number
-    eps: Number
-    residual_size: Number
+    decay: float
+    l2: float
+    sign: float
+    w1: float
+    b2: float
+    w2: float
+    step_size: float
+    eps: float
+    residual_size: float
 
     states = (2,)
 
@@ -84,21 +82,21 @@ class SGDScalars(NamedTuple):
       b_t) \text{)}$$
     """
 
-    decay: Number
-    l2: Number
-    sign: Number
-    momentum: Number
-    w: Number
-    nesterov: Number
-    lr: Number
-    unused: Number
+    decay: float
+    l2: float
+    sign: float
+    momentum: float
+    w: float
+    nesterov: float
+    lr: float
+    unused: float
 
     states = (0, 1)
 
     def update(self, p: Tensor, g: Tensor, states: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
         """The new parameter and momentum buffer."""
         b = self.momentum * (states[0] if states else torch.zeros_like(g)) + self.w * g
-        return p - self.lr * where(self.nesterov, lambda: g + self.nesterov * b, b), [b]
+        return p - self.lr * (g + self.nesterov * b if self.nesterov else b), [b]
 
 
 class LionScalars(NamedTuple):
@@ -111,14 +109,14 @@ class LionScalars(NamedTuple):
     The sign of NaN is NaN.
     """
 
-    decay: Number
-    l2: Number
-    sign: Number
-    b1: Number
-    w1: Number
-    b2: Number
-    w2: Number
-    lr: Number
+    decay: float
+    l2: float
+    sign: float
+    b1: float
+    w1: float
+    b2: float
+    w2: float
+    lr: float
 
     states = (1,)
 
@@ -138,10 +136,10 @@ at most `COUNT` scalars, rounded to float32 in use, and says how many `states` i
 
 
 def adamw(
-    step: Number,
+    step: float,
     *,
-    lr: Number,
-    betas: tuple[Number, Number],
+    lr: float,
+    betas: tuple[float, float],
     eps: float,
     weight_decay: float = 0.0,
     maximize: bool = False,
@@ -169,8 +167,7 @@ def adamw(
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
     """
     b1, b2 = betas
-    lost = 1 - b2**step
-    correction = lost.sqrt() if isinstance(lost, Tensor) else math.sqrt(lost)
+    correction = math.sqrt(1 - b2**step)
     return AdamWScalars(
         decay=1 - lr * weight_decay if decoupled else 1.0,
         l2=0.0 if decoupled else weight_decay,
@@ -184,7 +181,7 @@ def adamw(
     )
 
 
-def later_weight(b1: Number, step: Number) -> Number:
+def later_weight(b1: float, step: float) -> float:
     r"""Weight of a part of the first moment in all later steps, bias correction included.
 
     Args:
@@ -199,26 +196,17 @@ def later_weight(b1: Number, step: Number) -> Number:
         >>> round(later_weight(0.9, 1), 1), round(later_weight(0.9, 1000), 4)
         (20.1, 9.0)
     """
-    if isinstance(b1, Tensor):
-        rate = -b1.clamp(min=1e-30).log()
-    elif b1 > 0:
-        rate = -math.log(b1)
-    else:
+    if b1 <= 0:
         return 0.0
-    power = b1 ** (step + 1)
-    if isinstance(power, Tensor):
-        power = power.clamp(min=1e-30)
-        integral = -torch.log1p(-power) / power
-    else:
-        power = max(power, 1e-30)
-        integral = -math.log1p(-power) / power
+    rate, power = -math.log(b1), max(b1 ** (step + 1), 1e-30)
+    integral = -math.log1p(-power) / power
     left = 1 - power
     return b1 * (integral / rate + 0.5 / left + rate / (12 * left * left))
 
 
 def sgd(
     *,
-    lr: Number,
+    lr: float,
     momentum: float,
     dampening: float = 0.0,
     nesterov: bool = False,
@@ -260,7 +248,7 @@ def sgd(
 
 
 def lion(
-    *, lr: Number, betas: tuple[Number, Number], weight_decay: float = 0.0, maximize: bool = False
+    *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0, maximize: bool = False
 ) -> LionScalars:
     """The scalars of Lion's step.
 
@@ -327,50 +315,11 @@ def drawn(m: Tensor, p: Tensor, g: Tensor) -> Tensor:
 def gradient(h: Scalars, grad: Tensor, p: Tensor) -> Tensor:
     """The gradient that a rule sees: with its sign, and with L2 decay, in the dtype of `p`."""
     g = grad.to(p.dtype) * h.sign
-    return where(h.l2, lambda: g + h.l2 * p, g)
+    return g + h.l2 * p if h.l2 else g
 
 
-def on_device(scalars: Scalars, count: int, device: torch.device) -> Tensor:
-    """The same scalars for `count` entries, where kernels read them: nothing is read back.
-
-    Args:
-        scalars: A tensor among them has one element, or one for each entry.
-        count: Of entries.
-        device: Where the entries are.
-
-    Returns:
-        float64, [count, COUNT]; an entry takes a row in place of its scalars.
-
-    Example:
-        >>> steps = torch.tensor([1.0, 2.0], dtype=torch.float64)
-        >>> scalars = adamw(steps, lr=0.5, betas=(0.0, 0.0), eps=0.0)
-        >>> on_device(scalars, 2, torch.device("cpu"))[:, 6]
-        tensor([0.5000, 0.5000], dtype=torch.float64)
-    """
-    rows = torch.zeros(count, COUNT, dtype=torch.float64, device=device)
-    for column, number in zip(rows.unbind(1), scalars, strict=False):
-        column.copy_(number) if isinstance(number, Tensor) else column.fill_(number)
-    return rows
-
-
-def named(rule: str, scalars: Scalars | Tensor) -> Any:
-    """A rule's scalars by their names: of a row of `on_device`, tensors of one element."""
-    if not isinstance(scalars, Tensor):
-        return scalars
-    return RULES[rule](*scalars[: len(RULES[rule]._fields)].unbind())
-
-
-def stacked(scalars: Sequence[Scalars | Tensor], device: torch.device) -> Tensor:
-    """The scalars of n entries as kernels read them, float32 [n, COUNT]: on the host, or none."""
-    if isinstance(scalars[0], Tensor):
-        return torch.stack([row for row in scalars if isinstance(row, Tensor)]).float()
-    return torch.from_numpy(stacked_rows(scalars)).to(device)
-
-
-def stacked_rows(scalars: Sequence[Scalars | Tensor]) -> np.ndarray:
-    """The scalars of n entries that the host has made, float32 [n, COUNT]."""
-    if isinstance(scalars[0], Tensor):
-        return stacked(scalars, torch.device("cpu")).numpy()
+def stacked_rows(scalars: Sequence[Scalars]) -> np.ndarray:
+    """Return the scalars of n entries as kernels read them: float32, [n, COUNT]."""
     different = {id(one): one for one in scalars}  # mostly one for all
     with np.errstate(over="ignore"):  # beyond float32's range: Inf, as torch has it
         rows = np.array([(*own, *_NONE[len(own) :]) for own in different.values()], np.float32)
@@ -378,10 +327,3 @@ def stacked_rows(scalars: Sequence[Scalars | Tensor]) -> np.ndarray:
         return rows.repeat(len(scalars), 0)
     positions = {kept: k for k, kept in enumerate(different)}
     return rows[[positions[id(one)] for one in scalars]]
-
-
-def where(number: Number, yes: Callable[[], Tensor], no: Tensor) -> Tensor:
-    """`yes()` unless a number is zero, without reading it back from a device."""
-    if isinstance(number, Tensor):
-        return torch.where(number != 0, yes(), no)
-    return yes() if number else no

@@ -6,9 +6,9 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Adam, AdamW, Optimizer
 
-from memtrain.kernels.step.update_rules import AdamWScalars, Number, adamw
-from memtrain.optim.fused.capturable import check_betas, check_numbers, number
+from memtrain.kernels.step.update_rules import AdamWScalars, adamw
 from memtrain.optim.fused.fused import FusedStates, variant
+from memtrain.optim.fused.options import check_betas, check_numbers
 from memtrain.optim.states import layout
 
 
@@ -38,8 +38,7 @@ class AdamW4bit(FusedStates):
         maximize: Ascend.
         decoupled_weight_decay: AdamW's form, or Adam's.
         amsgrad: Refused unless False: its running maximum has no fused kernel.
-        capturable: On CUDA: counts steps and makes their numbers on the device, so that a graph
-            can capture `step`. A learning rate that is a tensor there is read at each replay.
+        capturable: Refused unless False: a CUDA graph cannot capture the step.
         differentiable: Refused unless False.
         foreach: Taken and ignored: every step is fused.
         fused: Taken and ignored.
@@ -119,13 +118,13 @@ class AdamW4bit(FusedStates):
         decoupled = all(g.get("decoupled_weight_decay", True) for g in self.param_groups)
         return AdamW if decoupled else Adam
 
-    def scalars(self, group: dict[str, Any], turn: Number) -> AdamWScalars:
+    def scalars(self, group: dict[str, Any], turn: float) -> AdamWScalars:
         """As `FusedStates.scalars`."""
         b1, b2 = group["betas"]
         return adamw(
             turn,
-            lr=number(group, group["lr"]),
-            betas=(number(group, b1), number(group, b2)),
+            lr=float(group["lr"]),
+            betas=(float(b1), float(b2)),
             eps=group["eps"],
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],

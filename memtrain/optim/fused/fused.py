@@ -11,14 +11,12 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.codecs import EXACT, Codec
 from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.split import PLAIN, MasterWeight
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
-from memtrain.kernels.step.update_rules import Number, Scalars, on_device
-from memtrain.optim.fused import capturable
+from memtrain.kernels.step.update_rules import Scalars
 from memtrain.optim.fused.given import USUAL, Given, given_to
 from memtrain.optim.fused.payloads import (
     as_payload,
@@ -32,6 +30,7 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
+    refuse_capture,
     refuse_meta,
     refuse_sparse,
 )
@@ -44,7 +43,6 @@ from memtrain.optim.states.shards import (
 from memtrain.optim.states.untraced import untraced
 
 Fused = TypeVar("Fused", bound="FusedStates")
-_CPU = torch.device("cpu")
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
 }
@@ -106,9 +104,11 @@ class FusedStates(CompressedStates):
         """An optimizer that shares the groups of a plain one and has no states yet."""
         new = cls([{"params": group["params"]} for group in original.param_groups])  # pyright: ignore[reportCallIssue]
         new.choose = choose
+        for group in original.param_groups:
+            new.check(group)
         return new
 
-    def scalars(self, group: dict[str, Any], turn: Number) -> Scalars:
+    def scalars(self, group: dict[str, Any], turn: float) -> Scalars:
         """The kernel's scalars for a group's step `turn` (1 is a parameter's first)."""
         raise NotImplementedError
 
@@ -187,10 +187,12 @@ class FusedStates(CompressedStates):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse gradients and for parameters on the meta device.
+            RuntimeError: For sparse gradients, for parameters on the meta device, and while a CUDA
+                graph is captured.
             ValueError: For options out of range, and states of another size or device. If `step`
                 raises one of these errors, nothing has changed.
         """
+        refuse_capture()
         loss = closure_loss(closure)
         given = self._given()
         prepared = None if given is None else self._steps.find(given.first, given.signature)
@@ -198,12 +200,10 @@ class FusedStates(CompressedStates):
             params = [p for g in self.param_groups for p in g["params"]]
             refuse_sparse(params, type(self).__name__)
             refuse_meta(params, type(self).__name__)
-        capturable.check(type(self).__name__, self.param_groups)
         for group in self.param_groups:
             self.check(group)
         masters = {param for param, master in self._masters.items() if master.any}
-        capturing = cuda_graph.capturing()
-        watched = None if capturing else self._watch.before(self.param_groups, masters)
+        watched = self._watch.before(self.param_groups, masters)
         if prepared is not None and given is not None:
             prepared.run(self._inputs(prepared, given))
         else:
@@ -227,25 +227,20 @@ class FusedStates(CompressedStates):
 
     def _given(self) -> Given | None:
         """Return the tensors of this step; None if a cached step cannot be used."""
-        if not self._keeps_steps:
-            return None
-        if is_simulated() and not any(group.get("capturable") for group in self.param_groups):
+        if not self._keeps_steps or is_simulated():
             return None
         names = [self.state_names(group) for group in self.param_groups]
         return given_to(self.param_groups, names, self.state, self._masters, self._guards)
 
     def _inputs(self, prepared: PreparedStep, given: Given) -> Inputs:
         """Return the gradients and scalars of a later step of the same tensors."""
-        scalars: list[Scalars | Tensor] = []
-        on_host = self.counts and not any(g.get("capturable") for g in self.param_groups)
-        counts = given.count() if on_host else None
+        scalars: list[Scalars] = []
+        counts = given.count() if self.counts else None
         begin = 0
         for group, count in zip(self.param_groups, given.counts, strict=True):
             params, begin = given.params[begin : begin + count], begin + count
-            if counts is None:
-                scalars += self._scalars(group, params)
-            else:
-                scalars += self._scalars_of(group, counts[begin - count : begin])
+            own = self._turns(params) if counts is None else counts[begin - count : begin]
+            scalars += self._scalars(group, own)
         states = given.payloads() if prepared.reads_states else ()
         return Inputs(given.grads, scalars, states, given.seeds, given.guards)
 
@@ -278,7 +273,7 @@ class FusedStates(CompressedStates):
         """Yield an entry per parameter; update those without a fused kernel at once."""
         params = [param for param in group["params"] if param.grad is not None]
         names = self.state_names(group)
-        for param, scalars in zip(params, self._scalars(group, params), strict=True):
+        for param, scalars in zip(params, self._scalars(group, self._turns(params)), strict=True):
             state = self.state[param] if names else {}
             compressors, codecs = self._kept_as(param, names)
             for name, compressor in zip(names, compressors, strict=True):
@@ -289,7 +284,7 @@ class FusedStates(CompressedStates):
             elif names or not self._step_without_states(param, scalars):
                 yield self._entry(param, state, names, codecs, scalars)
 
-    def _step_without_states(self, param: Tensor, scalars: Scalars | Tensor) -> bool:
+    def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
         """Update a parameter that has no states; return False to leave it to the kernel."""
         return False
 
@@ -299,7 +294,7 @@ class FusedStates(CompressedStates):
         state: dict[str, Any],
         names: tuple[str, ...],
         codecs: tuple[Codec, ...],
-        scalars: Scalars | Tensor,
+        scalars: Scalars,
     ) -> Entry:
         master = self._masters.get(param, PLAIN) if self._masters else PLAIN
         guard = self._guards.get(param) if self._guards else None
@@ -339,11 +334,9 @@ class FusedStates(CompressedStates):
         param: Tensor,
         state: dict[str, Any],
         compressors: dict[str, Compressor],
-        scalars: Scalars | Tensor,
+        scalars: Scalars,
     ) -> None:
         """Update a parameter whose compressors have no fused kernel, with float32 states."""
-        why = f"{[*compressors.values()]} have no fused kernel, their states move at each step"
-        cuda_graph.refuse(type(self).__name__, why)
         guard = self._guards.get(param)
         if guard is not None and not guard.isfinite():
             return
@@ -361,62 +354,30 @@ class FusedStates(CompressedStates):
             key = layout.state_key(self, compressor, param, name, state)
             state[name] = layout.pack(compressor, whole[name], key)
 
-    def _counter(self, param: Tensor, device: torch.device) -> Tensor:
-        """A parameter's count of steps: on its device if it is capturable."""
+    def _counter(self, param: Tensor) -> Tensor:
+        """Return a parameter's step counter, on the host."""
         state = self.state[param]
         step = state.get("step", 0.0)
-        if not isinstance(step, Tensor) or step.device != device:
+        if not isinstance(step, Tensor) or not step.is_cpu:
             dtype = step.dtype if isinstance(step, Tensor) else counter_dtype()
-            step = state["step"] = torch.as_tensor(step, dtype=dtype, device=device)
+            step = state["step"] = torch.as_tensor(step, dtype=dtype, device="cpu")
         return step
 
     def _turns(self, params: Sequence[Tensor]) -> list[float]:
         """Increment and return the step counters; without counters 1, then 2."""
         if not self.counts:
             return [2.0 if self.state.get(param) else 1.0 for param in params]
-        steps = [self._counter(param, _CPU) for param in params]
+        steps = [self._counter(param) for param in params]
         if is_simulated():  # it counts nothing
             return [1.0] * len(steps)
         if steps:
             torch._foreach_add_(steps, 1)
         return [step.item() for step in steps]
 
-    def _scalars(
-        self, group: dict[str, Any], params: Sequence[Tensor]
-    ) -> Sequence[Scalars | Tensor]:
-        """The scalars of each parameter's step; capturable: rows of tensors on the device."""
-        if group.get("capturable") and self.counts:
-            return self._scalars_on_device(group, params)
-        turns = self._turns(params)
-        if not group.get("capturable"):
-            return self._scalars_of(group, turns)
-        pairs = [*zip(turns, [param.device for param in params], strict=True)]
-        made = {
-            (turn, device): on_device(
-                self.scalars(capturable.options_on(group, device), turn), 1, device
-            )[0]
-            for turn, device in {*pairs}
-        }
-        return [made[pair] for pair in pairs]
-
-    def _scalars_of(self, group: dict[str, Any], turns: Sequence[float]) -> list[Scalars | Tensor]:
-        """The scalars of these steps of a group's parameters, on the host."""
+    def _scalars(self, group: dict[str, Any], turns: Sequence[float]) -> list[Scalars]:
+        """Return the scalars of each parameter's step, by the step counters."""
         made = {turn: self.scalars(group, turn) for turn in {*turns}}
         return [made[turn] for turn in turns]
-
-    def _scalars_on_device(
-        self, group: dict[str, Any], params: Sequence[Tensor]
-    ) -> Sequence[Scalars | Tensor]:
-        found: dict[Tensor, Scalars | Tensor] = {}
-        for device in {param.device for param in params}:
-            own = [param for param in params if param.device == device]
-            steps = [self._counter(param, device) for param in own]
-            torch._foreach_add_(steps, 1)
-            scalars = self.scalars(
-                capturable.options_on(group, device), torch.stack(steps).double()
-            )
-            found.update(zip(own, on_device(scalars, len(own), device), strict=True))
-        return [found[param] for param in params]
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""

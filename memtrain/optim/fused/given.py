@@ -120,17 +120,16 @@ def given_to(
     tensors = [local(value) for value in tensors if isinstance(value, Tensor)]
     tensors += chain.from_iterable(map(dict.values, payloads))
     for master in kept:
-        parts += [x for x in (master.correction, master.tick) if x is not None]
+        parts += [x for x in (master.correction,) if x is not None]
     more = [
         [*map(id, params)],
         [*names],
         given.counts,
-        [group.get("capturable", False) for group in groups],
         [*map(type, values)],
         [len(state or ()) for state in found],
         [*map(len, payloads)],
         [*chain.from_iterable(chain([state or () for state in found], payloads))],
-        [(master.form, master.tick is not None) for master in kept],
+        [master.form for master in kept],
         [guard is not None for guard in given.guards],
         shards,
     ]

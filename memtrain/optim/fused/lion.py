@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.kernels.step.update_rules import LionScalars, Number, lion
-from memtrain.optim.fused.capturable import check_betas, check_numbers, number
+from memtrain.kernels.step.update_rules import LionScalars, lion
 from memtrain.optim.fused.fused import FusedStates, variant
+from memtrain.optim.fused.options import check_betas, check_numbers
 from memtrain.optim.fused.payloads import real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
@@ -112,7 +112,6 @@ class Lion4bit(FusedStates):
         first: Name of the momentum's compressor, see `compressors.named`.
         min_elements: Parameters of at most so many elements keep a float32 momentum.
         maximize: Ascend.
-        capturable: As `AdamW4bit`.
 
     Raises:
         ValueError: If a number is out of range, or a name is unknown.
@@ -137,7 +136,7 @@ class Lion4bit(FusedStates):
     plain = Lion
     names = ("exp_avg",)
 
-    def __init__(  # noqa: PLR0913 - the plain one's arguments, and three
+    def __init__(
         self,
         params: Iterable[Any],
         lr: float | Tensor = 1e-4,
@@ -147,10 +146,8 @@ class Lion4bit(FusedStates):
         first: str | None = None,
         min_elements: int = layout.MIN_ELEMENTS,
         maximize: bool = False,
-        capturable: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        defaults["capturable"] = capturable
         super().__init__(params, defaults, first=first, min_elements=min_elements)
 
     def check(self, group: dict[str, Any]) -> None:
@@ -158,12 +155,12 @@ class Lion4bit(FusedStates):
         super().check(group)
         _check(group)
 
-    def scalars(self, group: dict[str, Any], turn: Number) -> LionScalars:
+    def scalars(self, group: dict[str, Any], turn: float) -> LionScalars:
         """As `FusedStates.scalars`."""
         b1, b2 = group["betas"]
         return lion(
-            lr=number(group, group["lr"]),
-            betas=(number(group, b1), number(group, b2)),
+            lr=float(group["lr"]),
+            betas=(float(b1), float(b2)),
             weight_decay=group["weight_decay"],
             maximize=group["maximize"],
         )

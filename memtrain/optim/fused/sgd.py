@@ -8,9 +8,9 @@ from torch.optim import SGD
 from torch.optim.sgd import sgd as plain_sgd
 
 from memtrain.kernels.step.split import PLAIN
-from memtrain.kernels.step.update_rules import Number, Scalars, SGDScalars, sgd
-from memtrain.optim.fused.capturable import check_numbers, number
+from memtrain.kernels.step.update_rules import Scalars, SGDScalars, sgd
 from memtrain.optim.fused.fused import FusedStates, variant
+from memtrain.optim.fused.options import check_numbers
 from memtrain.optim.states import layout
 from memtrain.optim.states.shards import local, local_gradient
 
@@ -33,7 +33,7 @@ class SGD4bit(FusedStates):
         first: Name of the buffer's compressor, see `compressors.named`.
         min_elements: Parameters of at most so many elements keep a float32 buffer.
         maximize: Ascend.
-        capturable: As `AdamW4bit`.
+        capturable: Refused unless False, as in `AdamW4bit`.
         differentiable: Refused unless False.
         foreach: Taken and ignored: every step is fused.
         fused: Taken and ignored.
@@ -106,14 +106,14 @@ class SGD4bit(FusedStates):
         """No buffer without momentum."""
         return self.names if group["momentum"] else ()
 
-    def scalars(self, group: dict[str, Any], turn: Number) -> SGDScalars:
+    def scalars(self, group: dict[str, Any], turn: float) -> SGDScalars:
         """As `FusedStates.scalars`."""
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         options = {name: group[name] for name in names}
-        return sgd(lr=number(group, group["lr"]), first=bool(turn == 1), **options)
+        return sgd(lr=float(group["lr"]), first=bool(turn == 1), **options)
 
-    def _step_without_states(self, param: Tensor, scalars: Scalars | Tensor) -> bool:
-        if self._masters.get(param, PLAIN).any or isinstance(scalars, Tensor):
+    def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
+        if self._masters.get(param, PLAIN).any:
             return False
         # Without momentum there is nothing to compress: torch's own step for one parameter.
         h: Any = scalars

@@ -11,12 +11,12 @@ from torch.optim import LBFGS, SGD, Optimizer
 
 from memtrain.compressors.base import Keep
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
-from memtrain.kernels.step import cuda_graph
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
     on_each,
+    refuse_capture,
     refuse_sparse,
 )
 from memtrain.optim.states.first_step import (
@@ -143,12 +143,13 @@ class CompressedOptimizer(CompressedStates):
             The closure's loss, or None.
 
         Raises:
-            RuntimeError: For sparse gradients; nothing was changed then.
+            RuntimeError: For sparse gradients, and while a CUDA graph is captured; nothing was
+                changed then.
             ValueError: For a group that is differentiable, that torch's fused SGD would step
                 wrongly, or whose `eps` is 0 in float16, and for a parameter whose size changed;
                 nothing was changed then.
         """
-        cuda_graph.refuse(type(self).__name__, "its payloads are new tensors at each step")
+        refuse_capture()
         separable = is_separable(self)
         loss = closure_loss(closure) if separable else None
         refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)

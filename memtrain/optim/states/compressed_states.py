@@ -20,6 +20,12 @@ from memtrain.optim.states.stall import StallWatch
 
 FORMAT = 1  # of compressed states
 
+NO_CAPTURE = (
+    "memtrain's steps can't be captured in a CUDA graph; capture forward and backward, and call "
+    "step outside"
+)
+"""A step computes numbers on the host, which a replay would not repeat."""
+
 _TAKEN_OVER = ("step", "state_dict", "load_state_dict")
 """Methods that an original refuses: a checkpoint of it, which has no states, would lose them."""
 
@@ -183,6 +189,8 @@ class CompressedStates(Optimizer):
             raise ValueError(
                 f"{type(self).__name__} has no differentiable: compressed states have no gradient"
             )
+        if group.get("capturable"):
+            raise ValueError(f"capturable=True: {NO_CAPTURE}; allowed: capturable=False")
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
@@ -336,6 +344,12 @@ def refuse_meta(params: Sequence[Tensor], owner: str) -> None:
                 f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
                 "before the first step"
             )
+
+
+def refuse_capture() -> None:
+    """Raise `RuntimeError` while a CUDA graph captures the current stream."""
+    if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(NO_CAPTURE)
 
 
 def refuse_sparse(params: list[Tensor], owner: str) -> None:

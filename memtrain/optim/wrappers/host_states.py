@@ -16,7 +16,12 @@ from torch.utils._pytree import tree_map_only
 
 from memtrain.kernels.dispatch import host_work
 from memtrain.optim.states import optimizer_hooks
-from memtrain.optim.states.compressed_states import CompressedStates, closure_loss, refuse_sparse
+from memtrain.optim.states.compressed_states import (
+    CompressedStates,
+    closure_loss,
+    refuse_capture,
+    refuse_sparse,
+)
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.states.untraced import untraced
@@ -166,6 +171,7 @@ class HostStates(OptimizerWrapper):
             RuntimeError: Whatever the optimizer inside raises, in this step's backward too.
             TypeError: If a parameter has another dtype than at first; nothing was changed then.
         """
+        refuse_capture()
         if self._release is not None:
             refuse_scaler(self)
         self.refuse_replaced(self._leaves)

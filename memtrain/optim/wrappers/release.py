@@ -11,8 +11,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.kernels.random.generators import random_state, set_random_state
-from memtrain.kernels.step import cuda_graph, uploads
-from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.kernels.step import uploads
+from memtrain.optim.states.compressed_states import (
+    closure_loss,
+    refuse_capture,
+    refuse_sparse,
+)
 from memtrain.optim.states.shards import local, wait_for_part
 from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
@@ -167,6 +171,7 @@ class ReleaseGradients(OptimizerWrapper):
             RuntimeError: If a GradScaler calls it, `two_pass` gets no closure, gradients were
                 changed after backward had applied them, or parameters were replaced.
         """
+        refuse_capture()
         refuse_scaler(self)
         self.refuse_replaced(self._handles)
         run = self._two_passes if self.clip == "two_pass" else closure_loss
@@ -333,6 +338,7 @@ class ReleaseGradients(OptimizerWrapper):
         Args:
             at_end: Called when this backward ends, or when it is refused.
         """
+        refuse_capture()
         if self.backward.entered(at_end):
             at_end()
             if self._done or self._sums.waiting:
@@ -364,7 +370,6 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
-        cuda_graph.refuse(type(self).__name__, "it reads each gradient's norm on the host")
         self._check(param)
         if self.before is not None and self.before():
             self.before = None

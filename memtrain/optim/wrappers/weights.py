@@ -8,11 +8,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Key
-from memtrain.kernels.step import cuda_graph
 from memtrain.kernels.step.split import MasterWeight, merge, split
-from memtrain.optim.fused.capturable import Ticks
 from memtrain.optim.fused.fused import FusedStates
-from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.optim.states.compressed_states import (
+    closure_loss,
+    refuse_capture,
+    refuse_sparse,
+)
 from memtrain.optim.states.first_step import is_separable
 from memtrain.optim.states.in_groups import CORRECTION
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
@@ -134,7 +136,7 @@ class SplitWeights(OptimizerWrapper):
         self.corrections: dict[Tensor, Tensor | None] = {}
         self._before: dict[Tensor, torch.dtype] = {}  # what each converted parameter was
         self._versions: dict[Tensor, int | None] = {}  # None: whatever comes is right
-        self._count, self._stall = Ticks(), StallWatch()
+        self._steps, self._stall = 0, StallWatch()
         self._keep, frozen = set(keep), list(frozen)
         params = [p for group in inner.param_groups for p in group["params"]]
         check_unsharded(params + frozen)
@@ -161,6 +163,7 @@ class SplitWeights(OptimizerWrapper):
                 changed then.
             TypeError: For a weight that has another dtype by now; nothing was changed then.
         """
+        refuse_capture()
         self.refuse_replaced(self.corrections)
         loss = closure_loss(closure)
         ready = [p for p in self.params() if p.grad is not None]
@@ -180,7 +183,7 @@ class SplitWeights(OptimizerWrapper):
 
     def _cannot_stall(self) -> bool:
         kept = self.format.correction is not None or self.format.stochastic
-        return kept or isinstance(self.inner, FusedStates) or cuda_graph.capturing()
+        return kept or isinstance(self.inner, FusedStates)
 
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now, from their gradients."""
@@ -198,7 +201,7 @@ class SplitWeights(OptimizerWrapper):
 
     def advance(self) -> None:
         """A step of the whole model is over: the next one draws other random bits."""
-        self._count.advance()
+        self._steps += 1
         super().advance()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -249,7 +252,7 @@ class SplitWeights(OptimizerWrapper):
 
     def own_state(self) -> dict[str, Any]:
         """The format, and the count of steps that feeds stochastic rounding."""
-        return {"weights": {"format": self.weights, "steps": int(self._count)}}
+        return {"weights": {"format": self.weights, "steps": self._steps}}
 
     def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
         """The corrections, sharded as their parameters are."""
@@ -283,7 +286,7 @@ class SplitWeights(OptimizerWrapper):
         self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Restore the corrections; without any, the weights count as they are."""
-        self._count.set(int(own.get("weights", {"steps": 0})["steps"]))
+        self._steps = int(own.get("weights", {"steps": 0})["steps"])
         for param in self.corrections:
             correction = self._follow(param)
             if correction is not None:
@@ -357,9 +360,7 @@ class SplitWeights(OptimizerWrapper):
     def _kept_master(self, param: Tensor) -> MasterWeight:
         if not self.format.stochastic:
             return MasterWeight(self.corrections[param])
-        if not any(group.get("capturable") for group in self.param_groups):
-            return MasterWeight(None, True, self._key(param, int(self._count)).bits())
-        return MasterWeight(None, True, self._key(param, 0).bits(), self._count.on(param.device))
+        return MasterWeight(None, True, self._key(param).bits())
 
     def _enter(self, target: Target) -> Target:
         param = target.param
@@ -370,16 +371,15 @@ class SplitWeights(OptimizerWrapper):
 
     def _write(self, param: Tensor, value: Tensor) -> None:
         stochastic = self.format.stochastic
-        if stochastic:
-            cuda_graph.refuse(type(self).__name__, "replays would draw the same random bits")
-        seed = self._key(param, int(self._count)).bits() if stochastic else 0
+        seed = self._key(param).bits() if stochastic else 0
         own = local(param.detach())
         split(local(value), own, self._follow(param), seed=seed, stochastic=stochastic)
         torch.autograd.graph.increment_version(param)  # kernels write past autograd
         self._versions[param] = param._version
 
-    def _key(self, param: Tensor, step: int) -> Key:
-        return Key(self.seed, site=self.number(param), step=step, rank=part_number(param))
+    def _key(self, param: Tensor) -> Key:
+        rank = part_number(param)
+        return Key(self.seed, site=self.number(param), step=self._steps, rank=rank)
 
 
 def set_dtype(param: Tensor, value: Tensor) -> None:
