@@ -356,14 +356,15 @@ def test_copies_alone_or_the_optimizer_first_save_what_they_know():
 
 
 @pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-def test_a_copy_of_both_follows_its_own_ddp():
+def test_ddp_refuses_a_copy_with_its_optimizer_alone():
     model = nn.Linear(64, 64)
     pair = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "all_four")
-    twin, other = copy.deepcopy(pair)
+    both, alone, x = copy.deepcopy(pair), copy.deepcopy(model), torch.randn(8, 64)
     store = torch.distributed.HashStore()
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     try:
-        nn.parallel.DistributedDataParallel(twin)(torch.randn(8, 64)).sum().backward()
-        assert (pair[1].follows, other.follows) == (False, True)
+        nn.parallel.DistributedDataParallel(alone)(x).sum().backward()
+        with pytest.raises(RuntimeError, match="gradients=keep, or FSDP2"):
+            nn.parallel.DistributedDataParallel(both[0])(x)
     finally:
         torch.distributed.destroy_process_group()

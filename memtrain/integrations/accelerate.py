@@ -6,7 +6,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import memtrain
-from memtrain.integrations.framework import for_framework, passes
+from memtrain.integrations.framework import for_framework, passes, uses_ddp
 
 
 def wrap(
@@ -46,6 +46,7 @@ def wrap(
         >>> optimizer.accumulate
         2
     """
-    arriving = passes(accelerator, accelerator.gradient_accumulation_steps)
-    config = for_framework(cfg, norm=max_norm, accumulate=arriving, owner="accelerate")
+    ddp = uses_ddp(accelerator)
+    arriving = 1 if ddp else passes(accelerator, accelerator.gradient_accumulation_steps)
+    config = for_framework(cfg, norm=max_norm, accumulate=arriving, ddp=ddp, owner="accelerate")
     return memtrain.wrap(model, optimizer, config)

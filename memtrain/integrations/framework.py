@@ -5,17 +5,16 @@ from dataclasses import replace
 from typing import Any
 
 from memtrain.config.sources import Config, load
-from memtrain.optim.wrappers.apply import CPU, RELEASE
+from memtrain.optim.wrappers.apply import CPU, KEEP, RELEASE, check_release
 from memtrain.plan.plan import Plan
 
 _LOG = logging.getLogger(__name__)
 
 
 def passes(accelerator: Any, steps: int) -> int:
-    """Backward passes of a step whose gradients arrive at the optimizer one by one.
+    """Return how many backward passes of a step bring gradients to the optimizer.
 
-    Several processes' arrive at the last pass only, summed up by DDP or FSDP2 itself; under FSDP2
-    with `sync_each_batch` at every pass, each process's part.
+    FSDP2 reduces gradients in the last pass of a step only, or in each with `sync_each_batch`.
 
     Args:
         accelerator: An `accelerate.Accelerator`.
@@ -23,14 +22,24 @@ def passes(accelerator: Any, steps: int) -> int:
 
     Example:
         >>> from types import SimpleNamespace
-        >>> passes(SimpleNamespace(num_processes=2, distributed_type="MULTI_GPU"), 4)
-        1
+        >>> passes(SimpleNamespace(num_processes=1), 4)
+        4
     """
     if accelerator.num_processes == 1:
         return steps
-    sharded = "FSDP" in str(accelerator.distributed_type)
-    each = sharded and accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    each = accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
     return steps if each else 1
+
+
+def uses_ddp(accelerator: Any) -> bool:
+    """Whether an `accelerate.Accelerator` puts models into DistributedDataParallel.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> uses_ddp(SimpleNamespace(num_processes=2, distributed_type="MULTI_GPU"))
+        True
+    """
+    return accelerator.num_processes > 1 and "FSDP" not in str(accelerator.distributed_type)
 
 
 def by_norm(config: Config) -> str:
@@ -49,6 +58,7 @@ def for_framework(
     norm: float | None = None,
     value: float | None = None,
     accumulate: int = 1,
+    ddp: bool = False,
     owner: str = "the framework",
 ) -> Any:
     """Return a config that clips and adds up released gradients as the framework would.
@@ -57,13 +67,15 @@ def for_framework(
     the global norm becomes `release.clip=previous`, by the norm of the step before, since no step's
     own norm is known in time; with `optim.device=cpu`, where gradients can wait for it, it becomes
     `release.clip=global_norm`, which is exact. What the config itself says of `release.clip` or
-    `release.accumulate` stands.
+    `release.accumulate` stands. Under DistributedDataParallel, whose buckets keep all gradients,
+    released gradients become `gradients=keep`, and the framework clips as always.
 
     Args:
         cfg: Anything that `memtrain.wrap` takes.
         norm: The largest global norm; None or 0 without.
         value: The largest element; None or 0 without.
         accumulate: Backward passes of a step.
+        ddp: Whether the model is trained in DistributedDataParallel.
         owner: The framework, for the log.
 
     Returns:
@@ -78,6 +90,11 @@ def for_framework(
     config = cfg.config if isinstance(cfg, Plan) else load(cfg)
     if config.gradients != RELEASE:
         return cfg
+    if ddp:
+        _LOG.warning("gradients=keep, as DistributedDataParallel's buckets keep all gradients")
+        config = replace(config, gradients=KEEP)
+        check_release(config)
+        return config
     release = config.release
     if release.clip == "none" and (norm or value):
         clip, limit = (by_norm(config), norm) if norm else ("value", value)

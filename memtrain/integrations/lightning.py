@@ -5,6 +5,8 @@ from typing import Any
 import memtrain
 from memtrain.config.sources import KEEP, load
 from memtrain.integrations.framework import for_framework
+from memtrain.optim.wrappers.apply import RELEASE
+from memtrain.optim.wrappers.ddp import models_in_ddp
 from memtrain.plan.plan import Plan
 
 
@@ -37,10 +39,10 @@ class _WrappingCallback:
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
         """Wrap, once the optimizer is there and before its checkpoint is loaded."""
-        config = self._config(trainer)
+        config = self._config(trainer, pl_module)
         _, trainer.strategy.optimizers = memtrain.wrap(pl_module, trainer.optimizers, config)
 
-    def _config(self, trainer: Any) -> Any:
+    def _config(self, trainer: Any, pl_module: Any) -> Any:
         config = self.cfg.config if isinstance(self.cfg, Plan) else load(self.cfg)
         if config.weights != KEEP and trainer.world_size > 1:
             raise ValueError(
@@ -48,6 +50,7 @@ class _WrappingCallback:
                 "DistributedDataParallel already; allowed: weights=keep, or memtrain.wrap in "
                 "configure_optimizers"
             )
+        ddp = bool(models_in_ddp(pl_module.parameters()))
         clip = float(trainer.gradient_clip_val or 0)
         by_value = "value" in str(trainer.gradient_clip_algorithm or "norm").lower()
         found = for_framework(
@@ -55,8 +58,9 @@ class _WrappingCallback:
             norm=0 if by_value else clip,
             value=clip if by_value else 0,
             accumulate=trainer.accumulate_grad_batches if trainer.world_size == 1 else 1,
+            ddp=ddp,
             owner="Lightning",
         )
-        if found is not self.cfg:  # gradients are released: nothing is left to clip
+        if config.gradients == RELEASE and not ddp:  # nothing is left to clip
             trainer.gradient_clip_val = None
         return found

@@ -7,7 +7,7 @@ from torch.optim import Optimizer
 import memtrain
 from memtrain.config.schema import Config
 from memtrain.config.sources import KEEP, load
-from memtrain.integrations.framework import for_framework, passes
+from memtrain.integrations.framework import for_framework, passes, uses_ddp
 from memtrain.optim.wrappers.host_states import releasing
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import parse
@@ -88,10 +88,12 @@ class _WrappingTrainer:
     def _wrap(self, model: Any, optimizer: Any) -> None:
         if is_wrapped_with(model, optimizer):
             return
+        ddp, steps = uses_ddp(self.accelerator), self.args.gradient_accumulation_steps
         config = for_framework(
             self.memtrain_config,
             norm=self.args.max_grad_norm,
-            accumulate=passes(self.accelerator, self.args.gradient_accumulation_steps),
+            accumulate=1 if ddp else passes(self.accelerator, steps),
+            ddp=ddp,
             owner="Trainer",
         )
         _, self.optimizer = memtrain.wrap(model, optimizer, config)

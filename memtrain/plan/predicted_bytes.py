@@ -95,7 +95,6 @@ NOT_REQUESTED = "not requested"
 NOT_TRAINED = "not the optimizer's: no correction"
 WORKSPACE = "(the largest gradient, while it is applied)"
 BUCKETS = "(buckets of DistributedDataParallel)"
-IN_BUCKETS = "kept: its bucket holds it until step()"
 
 
 def predict_weights(
@@ -142,12 +141,12 @@ def predict_gradients(
         if not p.requires_grad:
             continue
         compressor, planned = "", local(p).numel() * dtypes.get(p, p.dtype).itemsize
-        reason, host, full_bytes = IN_BUCKETS, 0, planned
+        host, full_bytes = 0, planned
         if config.gradients != RELEASE or p not in trained:
             smaller = planned < local(p).nbytes
             compressor = config.weights if smaller else ""
             reason = "in its weight's dtype" if smaller else NOT_REQUESTED
-        elif not parallel:
+        else:
             largest = max(largest, planned)
             planned, compressor, reason = _released(p, config.release.accumulate)
         if config.optim.device == CPU and p in trained:

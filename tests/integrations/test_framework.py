@@ -91,11 +91,16 @@ def test_what_the_config_says_itself_stands():
     assert for_framework("balanced", norm=1.0, accumulate=8) == "balanced"
 
 
-def test_in_ddp_gradients_add_up_in_its_buckets():
+def test_in_ddp_gradients_are_kept_and_the_trainer_clips():
     several = {"num_processes": 2, "distributed_type": "MULTI_GPU"}
     trainer = memtrain_trainer(Trainer, "all_four")(model(), arguments(), **several)
-    trainer.create_optimizer()
-    assert trainer.optimizer.accumulate == 1
+    trainer.train(2)
+    assert memtrain.plan_of(trainer.model).config.gradients == "keep"
+    assert trainer.clipped == 2
+    clipped = {"preset": "all_four", "release": {"clip": "value"}}
+    trainer = memtrain_trainer(Trainer, clipped)(model(), arguments(), **several)
+    with pytest.raises(ValueError, match=r"release\.clip='value' would do nothing"):
+        trainer.create_optimizer()
 
 
 @pytest.mark.parametrize("each", [False, True])

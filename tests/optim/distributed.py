@@ -57,46 +57,33 @@ def adamw(params):
     return torch.optim.AdamW(params, lr=1e-2)
 
 
-def ddp_released(rank, world):
-    plain = DistributedDataParallel(make())
-    train(plain, adamw(plain.parameters()), rank, world)
-    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-    model = make()
-    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    train(ddp, optimizer, rank, world)
-    return {
-        "distance": distance(ddp.parameters(), plain.parameters()),
-        "agree": agree(ddp.parameters()),
-        "freed": all(p.grad is None for p in model.parameters()),
-    }
-
-
-def ddp_around_before_wrap(rank, world):
-    plain = make()
-    train(plain, adamw(plain.parameters()), 0, 1)
+def ddp_refuses(rank, world):
+    """What `wrap` says of models that are in DDP, and DDP of a model that releases gradients."""
     ddp = DistributedDataParallel(make())
-    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
     refused = []
-    for model in (ddp, ddp.module, ddp.module[0]):
-        try:
-            memtrain.wrap(model, adamw(model.parameters()), {**cfg, "weights": "bf16+8"})
-            refused.append("")
-        except ValueError as error:
-            refused.append(str(error))
-    ddp, optimizer = memtrain.wrap(ddp, adamw(ddp.parameters()), cfg)
-    train(ddp, optimizer, rank, world)
-    return {
-        "distance": distance(ddp.parameters(), plain.parameters()),
-        "agree": agree(ddp.parameters()),
-        "refused": refused,
-    }
+    for change in ({"weights": "bf16+8"}, {"gradients": "release"}):
+        for model in (ddp, ddp.module, ddp.module[0]):
+            try:
+                memtrain.wrap(model, adamw(model.parameters()), {"preset": "balanced", **change})
+                refused.append("")
+            except ValueError as error:
+                refused.append(str(error))
+    model = make()
+    memtrain.wrap(model, adamw(model.parameters()), "all_four")
+    later, start = DistributedDataParallel(model), copy.deepcopy(model.state_dict())
+    try:
+        later(batch(0, rank, world))
+    except RuntimeError as error:
+        refused.append(str(error))
+    unchanged = all(torch.equal(start[name], value) for name, value in model.state_dict().items())
+    return {"refused": refused, "unchanged": unchanged}
 
 
 def ddp_after_unwrap(rank, world):
     """Whether a DDP refuses to train once `unwrap` has converted its weights."""
     model = make()
-    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), "all_four")
+    cfg = {"preset": "all_four", "gradients": "keep"}
+    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
     ddp = DistributedDataParallel(model)
     train(ddp, optimizer, rank, world)
     memtrain.unwrap(model, optimizer)
@@ -108,94 +95,14 @@ def ddp_after_unwrap(rank, world):
         return str(error)
 
 
-def ddp_accumulates_in_no_sync(rank, world):
-    found = []
-    for released in (False, True):
-        model = make()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        if released:
-            cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-            model, optimizer = memtrain.wrap(model, optimizer, cfg)
-        ddp = DistributedDataParallel(model)
-        for step in range(2):
-            optimizer.zero_grad()
-            with ddp.no_sync():
-                ddp(batch(2 * step, rank, world)).square().mean().backward()
-            ddp(batch(2 * step + 1, rank, world)).square().mean().backward()
-            optimizer.step()
-        found.append(list(ddp.parameters()))
-    return {"distance": distance(*found), "agree": agree(found[1])}
-
-
-def ddp_all_but_activations(rank, world):
+def ddp_states_and_weights(rank, world):
     cfg = {
         "preset": "optimizer_only", "optim": {"min_elements": 0}, "weights": "bf16+sr",
-        "gradients": "release", "release": {"clip": "previous", "limit": 0.1},
     }  # fmt: skip
     model = make()
     model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
     train(DistributedDataParallel(model), optimizer, rank, world)
-    return {
-        "agree": agree(model.parameters()),
-        "norm": optimizer.norm,
-        "skipped": optimizer.skipped,
-    }
-
-
-def ddp_in_its_own_group(rank, world):
-    """Two trainings side by side, of one process each: against one that keeps its gradients."""
-    groups = [dist.new_group([own]) for own in range(world)]
-    plain = DistributedDataParallel(make(), process_group=groups[rank])
-    train(plain, adamw(plain.parameters()), rank, world)
-    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-    model = make()
-    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
-    ddp = DistributedDataParallel(model, process_group=groups[rank])
-    train(ddp, optimizer, rank, world)
-    return {"distance": distance(ddp.parameters(), plain.parameters())}
-
-
-def ddp_can_be_copied(rank, world):
-    """Whether a DDP whose updates follow its buckets has a copy."""
-    model = make()
-    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-    model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
-    ddp = DistributedDataParallel(model)
-    train(ddp, optimizer, rank, world)
-    return agree(copy.deepcopy(ddp).parameters())
-
-
-def ddp_refuses_clipping(rank, world):
-    """At which step clipping after the backward is refused, where it begins at the third."""
-    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-    found = []
-    for view in (False, True):
-        model = make()
-        model, optimizer = memtrain.wrap(model, adamw(model.parameters()), cfg)
-        ddp = DistributedDataParallel(model, gradient_as_bucket_view=view)
-        for step in range(STEPS):
-            x = batch(step, rank, world) * (float("nan") if step == 1 else 1.0)
-            ddp(x).square().mean().backward()
-            if step >= 2:
-                nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
-            try:
-                optimizer.step()
-            except RuntimeError as error:
-                found.append([step, "release.clip" in str(error)])
-                break
-    return found
-
-
-def ddp_skips_inf_on_all_ranks(rank, world):
-    weight = nn.Linear(4, 1, bias=False)
-    nn.init.ones_(weight.weight)
-    cfg = {"preset": "optimizer_only", "optim": {"rules": []}, "gradients": "release"}
-    model, optimizer = memtrain.wrap(weight, torch.optim.SGD(weight.parameters(), lr=0.1), cfg)
-    ddp = DistributedDataParallel(model)
-    x = torch.ones(1, 4) * (float("inf") if rank == 1 else 1.0)
-    ddp(x).sum().backward()
-    optimizer.step()
-    return {"skipped": optimizer.skipped, "kept": weight.weight.tolist() == [[1.0] * 4]}
+    return agree(model.parameters())
 
 
 def sharded_model(dtype):
@@ -267,15 +174,9 @@ def parts_of_a_whole(rank, world):
 
 
 SCENARIOS = [
-    ddp_released,
-    ddp_around_before_wrap,
+    ddp_refuses,
     ddp_after_unwrap,
-    ddp_accumulates_in_no_sync,
-    ddp_in_its_own_group,
-    ddp_can_be_copied,
-    ddp_all_but_activations,
-    ddp_skips_inf_on_all_ranks,
-    ddp_refuses_clipping,
+    ddp_states_and_weights,
     fsdp_released,
     fsdp_split,
     parts_of_a_whole,

@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
 
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.config.sources import Config, load
 from memtrain.optim.wrappers.accumulate import GradientSums, sum_bytes
 from memtrain.optim.wrappers.release import ReleaseGradients
-from memtrain.plan.predicted_bytes import BUCKETS, IN_BUCKETS, predict_gradients
+from memtrain.plan.predicted_bytes import predict_gradients
 
 FINEST = 1 / 31  # of a block's largest: the widest gap of the sums' map
 
@@ -207,22 +206,3 @@ def test_the_plan_reports_the_bytes_of_sums():
     assert (entry.nbytes, entry.planned) == (10240, 2560 + 40)
     assert entry.reason == "the sum of up to 3 backward passes"
     assert workspace.planned == 10240
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="no torch.distributed")
-@pytest.mark.parametrize("view", [False, True])
-def test_the_plan_names_the_buckets_of_ddp(view):
-    store = torch.distributed.HashStore()
-    torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-    try:
-        model = DistributedDataParallel(nn.Linear(256, 10), gradient_as_bucket_view=view)
-        entries = predict_gradients(model, adamw(model), Config(gradients="release"))
-        optimizer = ReleaseGradients(adamw(model), accumulate=2)
-        with pytest.raises(RuntimeError, match="no_sync"):
-            optimizer.follow(model)
-    finally:
-        torch.distributed.destroy_process_group()
-    listed = [(entry.site, entry.nbytes, entry.planned) for entry in entries]
-    buckets = [] if view else [(BUCKETS, 10280, 10280)]
-    assert listed == [("module.weight", 10240, 10240), ("module.bias", 40, 40), *buckets]
-    assert entries[0].reason == IN_BUCKETS

@@ -6,14 +6,17 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.shards import check_unsharded
 from memtrain.optim.wrappers import dtypes
-from memtrain.optim.wrappers.backward import released_by
-from memtrain.optim.wrappers.buckets import follow_ddp, models_in_ddp, refuse_training
+from memtrain.optim.wrappers.ddp import (
+    RELEASED,
+    models_in_ddp,
+    refuse_released,
+    refuse_training,
+)
 from memtrain.optim.wrappers.host_states import HostStates, check_whole
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.release_checks import (
@@ -45,6 +48,8 @@ def check(model: nn.Module, config: Any) -> None:
         check_complex(model.parameters(), config.release.clip, config.release.accumulate)
         check_separate(model.parameters())
         check_gradient_readers(model)
+        if models_in_ddp(model.parameters()):
+            raise ValueError(RELEASED)
     if config.optim.device == CPU:
         own = config.optim
         if not (own.rules or own.exceptions or own.sites):
@@ -53,11 +58,6 @@ def check(model: nn.Module, config: Any) -> None:
                 "preset with rules, or optim=identity, which keeps them exactly"
             )
         check_whole(model.parameters())
-        if config.gradients == RELEASE and isinstance(model, DistributedDataParallel):
-            raise ValueError(
-                "optim.device='cpu' with gradients='release' of a DistributedDataParallel: its "
-                "buckets hold all gradients until step(); allowed there: gradients=keep"
-            )
     if config.weights == KEEP:
         return
     if models_in_ddp(model.parameters()):
@@ -107,12 +107,7 @@ def apply(
             stacklevel=4,
         )
     if config.gradients == RELEASE:
-        if isinstance(model, DistributedDataParallel):
-            for one in optimizers:
-                if isinstance(one, ReleaseGradients):
-                    one.follow(model)
-        else:
-            handles.append(model.register_forward_pre_hook(partial(follow_ddp, released_by)))
+        handles.append(model.register_forward_pre_hook(refuse_released))
     return optimizers, handles
 
 

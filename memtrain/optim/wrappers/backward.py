@@ -17,8 +17,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 def one_at_a_time(method: _F) -> _F:
     """Let a method wait while another thread is in one of its object's methods decorated so.
 
-    Gradients come in several threads: autograd has one for each device, and DDP's all-reduces end
-    in those of their backend.
+    Gradients come in several threads: autograd has one for each device.
 
     Args:
         method: Of an object with a `_lock`, an `RLock`.

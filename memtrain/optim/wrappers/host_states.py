@@ -96,7 +96,6 @@ class HostStates(OptimizerWrapper):
         check_whole(params)
         self.before: Callable[[], bool] | None = None
         """Called before updates, until it returns True."""
-        self.follows = False
         self.copies = copies
         """How a parameter's values travel."""
         self._compressed = compressed
@@ -245,13 +244,6 @@ class HostStates(OptimizerWrapper):
             work()
             return
         self._jobs.append(self._worker.submit(self._beside, work))
-
-    def follow(self, ddp: Any) -> None:
-        """Refuse a DistributedDataParallel, whose buckets hold all gradients."""
-        raise RuntimeError(
-            "optim.device='cpu' with gradients='release' under DistributedDataParallel: its "
-            "buckets hold all gradients until step(); allowed there: gradients=keep"
-        )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group by the inner optimizer's own rules; its states are on the host."""

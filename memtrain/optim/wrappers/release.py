@@ -22,7 +22,6 @@ from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
-from memtrain.optim.wrappers.buckets import hook_buckets
 from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
 from memtrain.optim.wrappers.late_norms import LateNorm
 from memtrain.optim.wrappers.release_checks import (
@@ -60,8 +59,7 @@ class ReleaseGradients(OptimizerWrapper):
       nothing but in host memory (`HostStates`).
 
     With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`,
-    which raises if it has changed: `clip_grad_norm_` and its like come too late. (Under DDP, whose
-    buckets give gradients back, its value is compared.)
+    which raises if it has changed: `clip_grad_norm_` and its like come too late.
 
     A gradient with NaN or Inf skips its parameter's update, which `skipped` counts (the first one
     raises a RuntimeWarning); `two_pass` and `global_norm` skip the whole step. A norm above
@@ -70,10 +68,10 @@ class ReleaseGradients(OptimizerWrapper):
     A second backward before `step()` (accumulation, reentrant checkpointing of a tied weight) is
     refused. With `accumulate=n` the gradients of n backward passes are added up in one byte an
     element (`GradientSums`), and the n-th applies the sum; `step()` applies a sum of fewer. A sum
-    is not saved with the state, as gradients are not. Under DDP accumulate in `no_sync()` instead.
+    is not saved with the state, as gradients are not.
 
-    DDP: updates follow each bucket's all-reduce, see `follow`. FSDP2: updates follow the
-    reduce-scatter; norms are of the whole parameter, one small all-reduce each.
+    DDP is refused: its buckets keep all gradients. FSDP2: updates follow the reduce-scatter; norms
+    are of the whole parameter, one small all-reduce each.
 
     Args:
         inner: A torch optimizer, one with compressed states, or `SplitWeights`.
@@ -90,8 +88,7 @@ class ReleaseGradients(OptimizerWrapper):
         ValueError: If a value is not allowed.
 
     Memory:
-        Gradients: the largest single one for its update, and a smallest. Under DDP the buckets
-        stay: all of them.
+        Gradients: the largest single one for its update, and a smallest.
         With `accumulate` above 1: 1.016 bytes per parameter between the passes.
         With `global_norm` all gradients, in their dtype; sums of several passes in float32.
 
@@ -136,7 +133,6 @@ class ReleaseGradients(OptimizerWrapper):
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass and global_norm
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
-        self._bucketed: set[Tensor] = set()
         self._kept_gradient: KeptGradient | None = None
         self.backward = Backward()
         """The backward in which gradients arrive."""
@@ -144,8 +140,6 @@ class ReleaseGradients(OptimizerWrapper):
         """Called before updates, until it returns True."""
         self.after: Callable[[Tensor], None] | None = None
         """Called with each parameter that has been updated."""
-        self.follows = False
-        """Whether updates follow a DistributedDataParallel's all-reduces."""
         self._handles: dict[Tensor, Any] = {}
         self._lock = RLock()
         params = [p for group in inner.param_groups for p in group["params"]]
@@ -226,26 +220,6 @@ class ReleaseGradients(OptimizerWrapper):
         self.backward.forget()
         self._squares, self._late, self._waiting = 0.0, [], []
 
-    def follow(self, ddp: Any) -> None:
-        """Update after each bucket's all-reduce: for parameters in a DistributedDataParallel.
-
-        `memtrain.wrap` calls it at the first forward under DDP. Gradients stay in their buckets
-        until `step()`; `gradient_as_bucket_view=True` spares a second copy of them. A parameter
-        that no process used is updated with a gradient of zero.
-
-        Args:
-            ddp: The DistributedDataParallel around the model, without a communication hook.
-        """
-        if self.accumulate > 1:
-            raise RuntimeError(
-                f"release.accumulate={self.accumulate} under DistributedDataParallel: its buckets "
-                "hold all gradients anyway; accumulate in its no_sync(), with accumulate=1"
-            )
-        self.follows = True
-        hook_buckets(self, ddp)
-        held = set(ddp.parameters())
-        self._bucketed |= {param for param in self.params() if param in held}
-
     def detach(self) -> Optimizer:
         """Take the hooks off; the inner optimizer may step again.
 
@@ -279,10 +253,10 @@ class ReleaseGradients(OptimizerWrapper):
         self.forget_step()
 
     def __getstate__(self) -> dict[str, Any]:
-        runtime = {"_handles": {}, "_bucketed": set(), "_kept_gradient": None, "before": None}
+        runtime = {"_handles": {}, "_kept_gradient": None, "before": None}
         runtime |= {"_late": [], "_waiting": [], "after": None, "_lock": None}
         runtime["backward"] = None
-        return {**super().__getstate__(), **runtime, "follows": False}
+        return {**super().__getstate__(), **runtime}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -311,8 +285,8 @@ class ReleaseGradients(OptimizerWrapper):
     @torch.no_grad()
     @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
-        """A backward's gradient is complete: update, unless DDP must reduce or a sum must wait."""
-        if param in self._bucketed or param.grad is None:
+        """A backward's gradient is complete: update, unless a sum must wait."""
+        if param.grad is None:
             return
         self.enter()
         self.refuse_replaced(self._handles)
@@ -343,14 +317,6 @@ class ReleaseGradients(OptimizerWrapper):
             at_end()
             if self._done or self._sums.waiting:
                 raise broken_off(len(self._done), len(self._handles))
-
-    @torch.no_grad()
-    @one_at_a_time
-    def on_reduced(self, param: Tensor, grad: Tensor) -> None:
-        """DDP has reduced a gradient: update; the parameter gets it when the backward ends."""
-        self._update(param, grad)
-        if self._watches(param):
-            self._kept_gradient = KeptGradient(param, grad.clone())
 
     @property
     def has_applied(self) -> bool:
