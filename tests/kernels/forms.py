@@ -3,7 +3,7 @@
 import torch
 
 from memtrain.kernels.step.codecs import EXACT, FACTORED, LLOYD_MAX, Codec
-from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.kernels.step.split import NO_MASTER, MasterWeight
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import adamw, lion, sgd
 
@@ -22,8 +22,8 @@ FORMS = {
     "no state": ("sgd", ()),
 }
 MASTERS = {
-    "float32": (torch.float32, lambda shape: PLAIN),
-    "bf16": (torch.bfloat16, lambda shape: PLAIN),
+    "float32": (torch.float32, lambda shape: NO_MASTER),
+    "bf16": (torch.bfloat16, lambda shape: NO_MASTER),
     "bf16+sr": (torch.bfloat16, lambda shape: MasterWeight(None, True, 12345)),
     "bf16+8": (torch.bfloat16, lambda shape: corrections(shape, torch.int8)),
     "fp16+16": (torch.float16, lambda shape: corrections(shape, torch.int16)),
@@ -40,13 +40,13 @@ def corrections(shape, dtype):
 
 
 def payload(codec, shape):
-    if codec.form == "exact":
+    if codec.kind == "exact":
         return {"tensor": torch.rand(shape)}
     found = {name: torch.rand(size) for name, size in codec.sizes(shape).items()}
-    if codec.form != "factored":
+    if codec.kind != "factored":
         size = codec.block * codec.bits // 8
         found["codes"] = torch.randint(0, 256, (len(found["codes"]) // size, size)).byte()
-    if codec.form == "lloyd_max":
+    if codec.kind == "lloyd_max":
         found["scale"] = found["scale"].bfloat16()
     return found
 

@@ -12,7 +12,7 @@ def signature_of(entries):
     for entry in entries:
         if entry.master.correction is not None:
             tensors.append(entry.master.correction)
-    more = [(e.rule, e.codecs, e.master.form, e.guard is not None) for e in entries]
+    more = [(e.rule, e.codecs, e.master.mode, e.guard is not None) for e in entries]
     return signature([e.param for e in entries], [e.grad for e in entries], tensors, more)
 
 

@@ -74,7 +74,7 @@ def check_equal(got, want, before):
     for a, b, old in zip(got, want, before, strict=True):
         if not a.param.numel():
             continue
-        sums = a.form == "factored"
+        sums = a.kind == "factored"
         for mine, theirs in zip(a.states, b.states, strict=True):
             for name in mine:
                 if sums and name in ("row", "col"):
@@ -82,14 +82,14 @@ def check_equal(got, want, before):
                     bound = max(a.param.shape[0], a.param[0].numel()) * 2.0**-24
                     assert torch.allclose(mine[name], theirs[name], rtol=bound, atol=0)
                 else:
-                    assert torch.equal(mine[name], theirs[name]), (a.form, a.param.shape, name)
+                    assert torch.equal(mine[name], theirs[name]), (a.kind, a.param.shape, name)
         # torch's vector sqrt and the kernels' may differ in the last bit, and so on from there
         eps = torch.finfo(a.param.dtype).eps
         update = (b.param.double() - old.param.double()).abs()
         room = 4 * 2.0**-23 * update + eps * b.param.double().abs() + 1e-30
         if sums:
             room += update * max(a.param.shape[0], a.param[0].numel()) * 2.0**-24
-        assert ((a.param.double() - b.param.double()).abs() <= room).all(), (a.form, a.param.shape)
+        assert ((a.param.double() - b.param.double()).abs() <= room).all(), (a.kind, a.param.shape)
 
 
 def run(name, before):
@@ -237,9 +237,9 @@ def test_factored_worked_case(name, kind):
 @pytest.mark.parametrize(
     ("second", "shape", "match"),
     [
-        (Codec("rank2", 4), (4, 4), "form 'rank2' is unknown; allowed: exact, block"),
-        (CODECS["rank1"][1], (4,), "form 'rank1' needs at least 2 dimensions"),
-        (FACTORED, (), "form 'factored' needs at least 2 dimensions"),
+        (Codec("rank2", 4), (4, 4), "codec 'rank2' is unknown; allowed: exact, block"),
+        (CODECS["rank1"][1], (4,), "codec 'rank1' needs at least 2 dimensions"),
+        (FACTORED, (), "codec 'factored' needs at least 2 dimensions"),
         (EXACT, (4, 4), "no kernel for 2 states kept as"),
     ],
 )

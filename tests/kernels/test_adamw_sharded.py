@@ -42,7 +42,7 @@ def first(entry):
 def second(entry):
     """The second moment, decoded."""
     codec, state = entry.codecs[1], entry.states[1]
-    if codec.form == "rank1":
+    if codec.kind == "rank1":
         return codec.decode(state, entry.param.shape)
     row, col = state["row"], state["col"]
     mean = shards.mean_of(row, col, entry.shard or Shard(tuple(entry.param.shape), ()))

@@ -150,7 +150,7 @@ def test_a_step_that_is_refused_changes_nothing_wherever_a_program_begins(where,
         entry = test_lloyd_max.entry((16, 128), test_lloyd_max.hyper())
     before = copy.deepcopy(entry)
     entry = entry._replace(guard=torch.tensor(torch.inf))
-    one = launch.TritonGroup([entry])
+    one = launch.TritonEntryGroup([entry])
     one.begin(inputs_of([entry]))
     table, each = one._table, elements(entry)
     table[0, table_triton.NUMEL.value] = where + 2048

@@ -206,7 +206,7 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
     ours, theirs = entries(), entries()
     on_gpu = {id(ours[k].param) for k in (1, 2)}
     seen = {"cpu": [], "triton": []}
-    on_cpu, by_triton = prepared.CpuGroup, launch.TritonGroup
+    on_cpu, by_triton = prepared.CpuEntryGroup, launch.TritonEntryGroup
     with FakeTensorMode():
         params = [torch.empty(2, device=device) for device in ("cuda:1", "cpu", "cuda:1")]
         placed = [e._replace(param=param) for e, param in zip(ours, params, strict=False)]
@@ -214,8 +214,10 @@ def test_each_device_steps_its_own_parameters(monkeypatch):
     monkeypatch.setattr(
         prepared, "_backends", lambda es: ["triton" if id(e.param) in on_gpu else "cpu" for e in es]
     )
-    monkeypatch.setattr(prepared, "CpuGroup", lambda e: seen["cpu"].extend(e) or on_cpu(e))
-    monkeypatch.setattr(launch, "TritonGroup", lambda e: seen["triton"].extend(e) or by_triton(e))
+    monkeypatch.setattr(prepared, "CpuEntryGroup", lambda e: seen["cpu"].extend(e) or on_cpu(e))
+    monkeypatch.setattr(
+        launch, "TritonEntryGroup", lambda e: seen["triton"].extend(e) or by_triton(e)
+    )
     fused_step(ours)
     places = {id(e.param): k for k, e in enumerate(ours)}
     assert {name: [places[id(e.param)] for e in some] for name, some in seen.items()} == {

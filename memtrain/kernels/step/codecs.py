@@ -19,9 +19,9 @@ from memtrain.kernels.codebook.quantize import (
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
 
-FORMS = ("exact", "block", "rank1", "factored", "lloyd_max")
+KINDS = ("exact", "block", "rank1", "factored", "lloyd_max")
 ROWS_AND_COLUMNS = ("rank1", "factored")
-"""Forms that know rows and columns of the whole tensor: a step of them reads it twice."""
+"""Kinds with scales or means of rows and columns: a step reads the whole tensor twice."""
 BLOCKS = {4: 128, 8: 256}
 """Bits of a code -> elements of a block, which share a scale (rank-1: only a layout)."""
 CODEBOOKS8 = ("DE", "DE-0")
@@ -37,7 +37,7 @@ Payload = Mapping[str, Tensor]
 class Codec(NamedTuple):
     """How one state is kept.
 
-    `form`: `"exact"` (`{"tensor": float32}`), `"block"` (`{"codes", "scale"}`, an abs-max scale for
+    `kind`: `"exact"` (`{"tensor": float32}`), `"block"` (`{"codes", "scale"}`, an abs-max scale for
     each block), `"rank1"` (the same, the scales being maxima of rows and columns; at least 2
     dimensions), `"factored"` (`{"row", "col"}`: means; at least 2 dimensions) or `"lloyd_max"`
     (`{"codes", "scale", "row", "col"}`: 2 bits, as `codebook.lloyd_max` says; rows and columns are
@@ -48,7 +48,7 @@ class Codec(NamedTuple):
         {'codes': 128, 'scale': 2}
     """
 
-    form: str = "exact"
+    kind: str = "exact"
     bits: int = 32
     codebook: str = "DE"
     signed: bool = True
@@ -61,33 +61,33 @@ class Codec(NamedTuple):
     def sizes(self, shape: torch.Size) -> dict[str, int]:
         """Elements of each tensor of a payload, in the order of the kernels' table."""
         n = shape.numel()
-        if self.form == "exact":
+        if self.kind == "exact":
             return {"tensor": n}
-        if self.form == "factored":
+        if self.kind == "factored":
             return {"row": shape[0], "col": shape[1:].numel()}
         n_blocks = -(-n // self.block)
         codes = n_blocks * self.block * self.bits // 8
-        if self.form == "lloyd_max":
+        if self.kind == "lloyd_max":
             own = {"row": shape[0], "col": shape[1:].numel()}
             return {"codes": codes, "scale": n_blocks, **own}
-        return {"codes": codes, "scale": sum(shape) if self.form == "rank1" else n_blocks}
+        return {"codes": codes, "scale": sum(shape) if self.kind == "rank1" else n_blocks}
 
     def check(self, shape: torch.Size) -> None:
         """Raise `ValueError` for a codec that no kernel serves."""
-        if self.form not in FORMS:
-            raise ValueError(f"form {self.form!r} is unknown; allowed: {', '.join(FORMS)}")
-        if self.form in (*ROWS_AND_COLUMNS, "lloyd_max") and len(shape) < 2:
+        if self.kind not in KINDS:
+            raise ValueError(f"codec {self.kind!r} is unknown; allowed: {', '.join(KINDS)}")
+        if self.kind in (*ROWS_AND_COLUMNS, "lloyd_max") and len(shape) < 2:
             raise ValueError(
-                f"form {self.form!r} needs at least 2 dimensions, got shape {tuple(shape)}"
+                f"codec {self.kind!r} needs at least 2 dimensions, got shape {tuple(shape)}"
             )
         allowed = {"exact": (32,), "block": tuple(BLOCKS), "rank1": (4,), "lloyd_max": (2,)}
-        widths = allowed.get(self.form)
+        widths = allowed.get(self.kind)
         if widths is not None and self.bits not in widths:
             raise ValueError(
-                f"form {self.form!r} has no {self.bits} bits; allowed: "
+                f"codec {self.kind!r} has no {self.bits} bits; allowed: "
                 f"{', '.join(map(str, widths))}"
             )
-        if self.bits == 4 and self.form != "factored":
+        if self.bits == 4 and self.kind != "factored":
             codebooks.codebook(self.codebook, bits=4, signed=self.signed)
         if self.bits == 8 and self.codebook not in CODEBOOKS8:
             raise ValueError(
@@ -97,13 +97,13 @@ class Codec(NamedTuple):
 
     def decode(self, state: Payload, shape: torch.Size) -> Tensor:
         """The state as it is kept, float32 (exact: as it is), of the parameter's shape."""
-        if self.form == "exact":
+        if self.kind == "exact":
             return state["tensor"]
-        if self.form == "lloyd_max":
+        if self.kind == "lloyd_max":
             parts = (state["codes"], state["scale"], state["row"], state["col"])
             return lloyd_max.decode(*parts).view(shape)
         book = Codebook(self.codebook, self.bits, self.signed)
-        if self.form == "rank1":
+        if self.kind == "rank1":
             return rank1.dequantize_reference(state["codes"], state["scale"], book, shape)
         flat = dequantize_blocks_reference(state["codes"], state["scale"], book, shape.numel())
         return flat.view(shape)
@@ -119,7 +119,7 @@ class Codec(NamedTuple):
             scale: Of rank-1: of the whole tensor.
             u: For blocks that are rounded stochastically: as in `encode_drawn`.
         """
-        if self.form == "exact":
+        if self.kind == "exact":
             state["tensor"].copy_(new)
             return
         book = Codebook(self.codebook, self.bits, self.signed)
@@ -165,7 +165,7 @@ def buckets(codebook: str, signed: bool) -> Tensor:
 
     Args:
         codebook: `"DE"` or `"DE-0"`.
-        signed: Which form of it.
+        signed: Whether it has negative values.
 
     Returns:
         uint8, [2 * n + 4]: n buckets of positive values, n of negative ones, and 4 bytes that a

@@ -59,16 +59,16 @@ def inputs_of(entries: Sequence[Entry]) -> Inputs:
 
 
 def same_kernels(entry: Entry) -> Hashable:
-    """Equal for entries that one `Group` steps."""
+    """Equal for entries that one `EntryGroup` steps."""
     p = entry.param
-    kind = entry.rule, entry.bits, entry.form, entry.master.form
+    kind = entry.rule, entry.bits, entry.kind, entry.master.mode
     return p.device, p.dtype, entry.grad.dtype, kind, is_whole(entry)
 
 
 def is_whole(entry: Entry) -> bool:
     """Whether 16-byte loads are possible: tensors are aligned, rows are whole blocks."""
     rows, cols = entry.matrix
-    if entry.form in ROWS_AND_COLUMNS:
+    if entry.kind in ROWS_AND_COLUMNS:
         # A block lies in one row; and the vectors of entries follow each other.
         whole = cols % entry.codecs[0].block == 0 and rows % 4 == 0
     else:
@@ -102,7 +102,7 @@ def elements(entry: Entry) -> int:
     return blocks(entry.bits, is_whole(entry)) * 128
 
 
-class CpuGroup:
+class CpuEntryGroup:
     """Entries that one C++ call steps.
 
     Args:
@@ -133,7 +133,7 @@ class CpuGroup:
         self._run(*self._given, torch.get_num_threads())
 
 
-class Group:
+class EntryGroup:
     """The passes over contiguous parameters of one kind and dtype, without kernels.
 
     Args:
@@ -146,12 +146,12 @@ class Group:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         first = entries[0]
-        self.form, self.bits, self.device = first.form, first.bits, first.param.device
+        self.kind, self.bits, self.device = first.kind, first.bits, first.param.device
         self.shapes = [entry.param.shape for entry in entries]
         self.sizes = [entry.matrix for entry in entries]
         deep = [k for k, shape in enumerate(self.shapes) if len(shape) != 2]
-        self._deep = deep if self.form == "rank1" else []
-        self._vectors = _vectors(self.form, self.bits, self.sizes, self._deep)
+        self._deep = deep if self.kind == "rank1" else []
+        self._vectors = _vectors(self.kind, self.bits, self.sizes, self._deep)
         self._flat: Tensor | None = None
         self._scales: dict[int, Tensor] = {}
         self._inputs = Inputs((), ())
@@ -159,7 +159,7 @@ class Group:
     @property
     def reads_states(self) -> bool:
         """Whether `Inputs.states` are read."""
-        return self.form in ROWS_AND_COLUMNS
+        return self.kind in ROWS_AND_COLUMNS
 
     def step(self, inputs: Inputs) -> None:
         """Step the entries."""
@@ -175,7 +175,7 @@ class Group:
         if self._vectors:
             total = sum(map(sum, self._vectors.values()))
             self._flat = torch.empty(total, device=self.device, dtype=torch.float32)
-        if self.form == "rank1":
+        if self.kind == "rank1":
             self._part("row_new", "col_new").zero_()
         for k in self._deep:
             scale = inputs.states[k][1]["scale"]
@@ -186,7 +186,7 @@ class Group:
 
     def sums(self) -> list[Sums]:
         """Maxima or sums of pass 1, by entry."""
-        if self.form == "rank1":
+        if self.kind == "rank1":
             return [{"scale": self._new_scale(k)} for k in range(len(self.shapes))]
         each = zip(self._of("row_new"), self._of("col_new"), self.sizes, strict=True)
         return [
@@ -202,12 +202,12 @@ class Group:
                 `mean`, which the states hold already.
         """
         states = self._inputs.states
-        if self.form == "rank1":
+        if self.kind == "rank1":
             self._invert_scales(whole)
         elif whole is not None:
             for state, row, found in zip(states, self._of("row_inv"), whole, strict=True):
                 row.copy_(ratio(state[1]["row"], found["mean"]))
-        elif self.form == "factored":
+        elif self.kind == "factored":
             self._average()
         if self.bits == lloyd_max.BITS:  # roots, and their reciprocals
             rows, cols = self._part("row_inv"), self._part("col_old")
@@ -242,7 +242,7 @@ class Group:
         """After the passes: new scales, and roots, into the states."""
         states, guards = self._inputs.states, self._inputs.guards
         old, new = [], []
-        if self.form == "rank1":
+        if self.kind == "rank1":
             each = zip(self._of("row_new"), self._of("col_new"), strict=True)
             for k, parts in enumerate(each):
                 scale, found = states[k][1]["scale"], self._scales.get(k)
@@ -290,14 +290,14 @@ class Group:
 
 
 def _vectors(
-    form: str, bits: int, sizes: Sequence[tuple[int, int]], deep: Sequence[int]
+    kind: str, bits: int, sizes: Sequence[tuple[int, int]], deep: Sequence[int]
 ) -> dict[str, list[int]]:
     """Names of the passes' vectors of float32 -> the elements of each entry's."""
     rows, cols = [one for one, _ in sizes], [one for _, one in sizes]
-    if form == "rank1":
+    if kind == "rank1":
         found = {"row_new": rows, "col_new": cols, "row_inv": rows, "col_inv": cols}
         return found | {"col_old": [n if k in deep else 0 for k, n in enumerate(cols)]}
-    if form != "factored":
+    if kind != "factored":
         return {}
     found = {
         "row_new": [-(-n // COLS) * m for m, n in sizes],

@@ -12,7 +12,7 @@ from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, upper_buckets
-from memtrain.kernels.step.groups import COLS, ROWS, Group, Inputs, elements, is_whole
+from memtrain.kernels.step.groups import COLS, ROWS, EntryGroup, Inputs, elements, is_whole
 from memtrain.kernels.step.step import (
     FIELDS,
     GRADIENT_FIELD,
@@ -36,11 +36,11 @@ VECTOR_FIELDS = {
 """Vector of the passes -> its field in a row of the table."""
 
 
-class TritonGroup(Group):
+class TritonEntryGroup(EntryGroup):
     """The passes over contiguous parameters of one kind and dtype, with their kernels.
 
     Args:
-        entries: As `Group` takes them; their gradients are contiguous.
+        entries: As `EntryGroup` takes them; their gradients are contiguous.
 
     Memory:
         320 bytes per entry, on the device and on the host; no tensor of the entries is kept alive.
@@ -52,9 +52,10 @@ class TritonGroup(Group):
         self._like = [
             torch.empty(0, dtype=x.dtype, device=self.device) for x in (first.param, first.grad)
         ]
-        second, whole = SECOND.get(self.form, 0), is_whole(first)
-        self._reduce_form = {"SECOND": second, "MASTER": first.master.form, "WHOLE": whole}
-        self._update_form = _update_form(first, self._reduce_form)
+        second, whole = SECOND.get(self.kind, 0), is_whole(first)
+        constants = {"SECOND": second, "MASTER": first.master.mode, "WHOLE": whole}
+        self._reduce_options = constants | first_pass.reduce_options(second, whole)
+        self._update_options = _update_options(first, constants)
         self._each = elements(first)
         self._programs = self._count_programs()
         own = count * SCALARS // 8
@@ -68,7 +69,7 @@ class TritonGroup(Group):
         self._offsets = self.offsets()
 
     def begin(self, inputs: Inputs) -> None:
-        """As `Group.begin`; this step's vectors, gradients, scalars, guards and random bits."""
+        """As `EntryGroup.begin`; write this step's addresses, scalars and seeds to the table."""
         super().begin(inputs)
         first = 0 if self._flat is None else self._flat.data_ptr()
         for name, offsets in self._offsets.items():
@@ -83,8 +84,8 @@ class TritonGroup(Group):
         send(self._here, self._there)
 
     def reduce(self) -> None:
-        """As `Group.reduce`."""
-        if self.form not in ROWS_AND_COLUMNS:
+        """As `EntryGroup.reduce`."""
+        if self.kind not in ROWS_AND_COLUMNS:
             return
         programs = self._programs["reduce"]
         launch(
@@ -94,8 +95,7 @@ class TritonGroup(Group):
             self._table,
             self._scalars,
             *self._like,
-            **self._reduce_form,
-            **first_pass.reduce_options(self._reduce_form["SECOND"], self._reduce_form["WHOLE"]),
+            **self._reduce_options,
         )
 
     def _average(self) -> None:
@@ -104,7 +104,7 @@ class TritonGroup(Group):
         launch(first_pass._ratio_kernel, (len(ratio),), ratio, self._table, **EXACT)
 
     def update(self) -> None:
-        """As `Group.update`."""
+        """As `EntryGroup.update`."""
         programs = self._programs["update"]
         of_two_bits = self.bits == lloyd_max.BITS
         launch(
@@ -113,14 +113,14 @@ class TritonGroup(Group):
             programs,
             self._table,
             *self._like,
-            **self._update_form,
+            **self._update_options,
         )
 
     def _count_programs(self) -> dict[str, Tensor]:
         counts = {"update": [-(-rows * cols // self._each) for rows, cols in self.sizes]}
-        if self.form in ROWS_AND_COLUMNS:
+        if self.kind in ROWS_AND_COLUMNS:
             counts["reduce"] = [-(-rows // ROWS) * -(-cols // COLS) for rows, cols in self.sizes]
-        if self.form == "factored":
+        if self.kind == "factored":
             counts["mean"] = [-(-rows // 128) - (-cols // 128) for rows, cols in self.sizes]
             counts["ratio"] = [-(-rows // first_pass.PIECE.value) for rows, _ in self.sizes]
         return {name: programs(tuple(each), self.device) for name, each in counts.items()}
@@ -132,31 +132,31 @@ def new_table(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return numbers, torch.empty_like(numbers, device=device)
 
 
-def _update_form(first: Entry, reduce_form: dict[str, Any]) -> dict[str, Any]:
+def _update_options(first: Entry, constants: dict[str, Any]) -> dict[str, Any]:
     """Constants and options of the update's launch."""
-    size, whole = first.codecs[0].block if first.codecs else 128, reduce_form["WHOLE"]
-    form = {"COUNT": elements(first) // size, "HALF": size // 2}
+    size, whole = first.codecs[0].block if first.codecs else 128, constants["WHOLE"]
+    options = {"COUNT": elements(first) // size, "HALF": size // 2}
     if first.bits == lloyd_max.BITS:
-        form |= {name: reduce_form[name] for name in ("MASTER", "WHOLE")}
+        options |= {name: constants[name] for name in ("MASTER", "WHOLE")}
         float16 = first.param.dtype == torch.float16
-        return form | two_bits.options(whole, first.master.form, float16)
-    form |= reduce_form | {"RULE": list(RULES).index(first.rule)}
-    form |= {"STATES": len(first.codecs), "BITS": first.bits}
+        return options | two_bits.options(whole, first.master.mode, float16)
+    options |= constants | {"RULE": list(RULES).index(first.rule)}
+    options |= {"STATES": len(first.codecs), "BITS": first.bits}
     narrow = first.param.itemsize < 4
-    return form | kernels.update_options(first.bits, reduce_form["SECOND"], whole, narrow)
+    return options | kernels.update_options(first.bits, constants["SECOND"], whole, narrow)
 
 
 def _row(entry: Entry, scalars: int) -> list[int]:
     """The row of the table of an entry, given the address of its scalars."""
     row = table_row(entry, scalars, entry.master.fields())
     row += [0] * (FIELDS - len(row))
-    if entry.form == "rank1":
+    if entry.kind == "rank1":
         scale, shape = entry.states[1]["scale"].data_ptr(), entry.param.shape
         row[VECTOR_FIELDS["row_old"]] = scale
         row[VECTOR_FIELDS["col_old"]] = scale + 4 * shape[0]  # in two dimensions
     places = (table_triton.FIRST.value, table_triton.SECOND_STATE.value)
     for codec, place in zip(entry.codecs, places, strict=False):
-        if codec.form in ("block", "rank1"):
+        if codec.kind in ("block", "rank1"):
             row[place + 3] = upper_buckets(codec, entry.param.device).data_ptr()
     return row
 

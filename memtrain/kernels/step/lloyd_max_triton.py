@@ -166,7 +166,7 @@ def options(whole: bool, master: int, float16: bool) -> dict[str, int]:
 
     Args:
         whole: Whether all is aligned.
-        master: What stands beside weights, as `MasterWeight.form`.
+        master: What stands beside weights, as `MasterWeight.mode`.
         float16: Whether weights are.
     """
     if whole:

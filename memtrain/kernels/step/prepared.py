@@ -9,12 +9,12 @@ from torch import Tensor
 from memtrain.kernels import dispatch
 from memtrain.kernels.dispatch import backend_of, choose, is_simulated
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS
-from memtrain.kernels.step.groups import CpuGroup, Group, Inputs, inputs_of, same_kernels
+from memtrain.kernels.step.groups import CpuEntryGroup, EntryGroup, Inputs, inputs_of, same_kernels
 from memtrain.kernels.step.step import (
     Entry,
     check_entry,
-    fits,
-    fits_copied,
+    is_contiguous,
+    is_supported,
     step_reference,
 )
 
@@ -44,8 +44,9 @@ class PreparedStep:
         ValueError: If no kernel has an entry's rule with its codecs, or a payload has another size.
 
     Memory:
-        As `CpuGroup` and `TritonGroup`: no parameter-sized temporaries, but vectors for rows and
-        columns, and copies as large as those of the largest parameter that is not contiguous.
+        As `CpuEntryGroup` and `TritonEntryGroup`: no parameter-sized temporaries, but vectors for
+        rows and columns, and copies as large as those of the largest parameter that is not
+        contiguous.
 
     Example:
         >>> import torch
@@ -85,10 +86,10 @@ class PreparedStep:
     def _place(self, k: int, chosen: str, kinds: dict[Any, list[int]]) -> None:
         """Assign an entry to a kernel group, the reference or the sharded step."""
         entry, simulated = self._entries[k], is_simulated()
-        if entry.shard is not None and (simulated or entry.form in ROWS_AND_COLUMNS):
+        if entry.shard is not None and (simulated or entry.kind in ROWS_AND_COLUMNS):
             self._sharded.append(k)
             return
-        served = chosen != "reference" and (fits(entry) or fits_copied(entry))
+        served = chosen != "reference" and is_supported(entry)
         if entry.guard is not None and not (served and chosen == "triton"):
             self.lasting = False
             if not entry.guard.isfinite():
@@ -99,7 +100,7 @@ class PreparedStep:
         if not served:
             self._by_reference.append(k)
             return
-        if not fits(entry):
+        if not is_contiguous(entry):
             self._copied.append(k)
             return
         if not entry.grad.is_contiguous():
@@ -185,14 +186,14 @@ def _backends(entries: Sequence[Entry]) -> list[str]:
     return [found[entry.param.device] for entry in entries]
 
 
-def _group(entries: list[Entry], chosen: str) -> CpuGroup | Group:
+def _group(entries: list[Entry], chosen: str) -> CpuEntryGroup | EntryGroup:
     if is_simulated():
-        return Group(entries)
+        return EntryGroup(entries)
     if chosen == "cpu":
-        return CpuGroup(entries)
-    from memtrain.kernels.step.launch import TritonGroup  # Triton is optional
+        return CpuEntryGroup(entries)
+    from memtrain.kernels.step.launch import TritonEntryGroup  # Triton is optional
 
-    return TritonGroup(entries)
+    return TritonEntryGroup(entries)
 
 
 class PreparedSteps:

@@ -16,7 +16,8 @@ from memtrain.kernels.step.step import (
     Entry,
     Sums,
     average_factors,
-    fits,
+    is_contiguous,
+    is_supported,
     reduce_reference,
     unless_refused,
     update_reference,
@@ -52,7 +53,7 @@ def step(entries: Sequence[Entry]) -> None:
     for k in plain:
         if entries[k].param.numel():
             update_reference(entries[k], sums[k])
-        elif entries[k].form == "rank1":
+        elif entries[k].kind == "rank1":
             scale = entries[k].states[1]["scale"]
             with unless_refused(entries[k], [scale]):
                 scale.copy_(sums[k]["scale"])
@@ -61,14 +62,14 @@ def step(entries: Sequence[Entry]) -> None:
 def _by_kernels(entry: Entry) -> bool:
     if not entry.param.numel() or choose(entry.param) != "triton":
         return False
-    return fits(entry) and _shard(entry).by_rows
+    return is_supported(entry) and is_contiguous(entry) and _shard(entry).by_rows
 
 
 def _begin(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
     """Pass 1 by kernels: groups, and which entries each serves."""
     if not entries:
         return []
-    from memtrain.kernels.step.launch import TritonGroup
+    from memtrain.kernels.step.launch import TritonEntryGroup
 
     kinds: dict[object, list[int]] = defaultdict(list)
     for k, entry in entries.items():
@@ -76,7 +77,7 @@ def _begin(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
     groups = []
     for positions in kinds.values():
         own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in positions]
-        group = TritonGroup(own)
+        group = TritonEntryGroup(own)
         group.begin(inputs_of(own))
         group.reduce()
         groups.append((positions, group))
@@ -92,12 +93,12 @@ def _reduce(found: Sequence[tuple[Entry, Sums]]) -> None:
     maxima: Pending = []
     totals: Pending = []
     for entry, sums in found:
-        if entry.form == "rank1":
+        if entry.kind == "rank1":
             maxima += shard.of_maxima(sums["scale"], entry.param.shape, _shard(entry))
         else:
             totals += shard.of_sums(sums["row"], sums["col"], _shard(entry))
     all_reduce(maxima, "max")
     all_reduce(totals, "sum")
     for entry, sums in found:
-        if entry.form == "factored":
+        if entry.kind == "factored":
             average_factors(entry, sums, _shard(entry))

@@ -75,7 +75,7 @@ class MasterWeight(NamedTuple):
         split_reference(master, weight, self.correction, **drawn)
 
     @property
-    def form(self) -> int:
+    def mode(self) -> int:
         """MASTER of the Triton kernels: bits of correction; 1: stochastic rounding; 0: none."""
         return 1 if self.stochastic else _bits(self.correction)
 
@@ -87,7 +87,7 @@ class MasterWeight(NamedTuple):
         return 0 if self.correction is None else self.correction.data_ptr()
 
 
-PLAIN = MasterWeight()
+NO_MASTER = MasterWeight()
 """A weight is its own master."""
 
 

@@ -1,4 +1,4 @@
-"""Weights of the Triton steps, read as float32 masters and written, of any form (`split.py`)."""
+"""Weights of the Triton steps, read as float32 masters and written, of any `MasterWeight`."""
 
 import triton
 import triton.language as tl

@@ -22,7 +22,7 @@ from memtrain.kernels.step.codecs import (
     ratio,
 )
 from memtrain.kernels.step.shard import Shard
-from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.kernels.step.split import NO_MASTER, MasterWeight
 from memtrain.kernels.step.update_rules import RULES, Scalars
 
 SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
@@ -32,7 +32,7 @@ GRADIENT_FIELD, SCALARS_FIELD, SEED_FIELD = 1, 10, 22
 
 Sums = dict[str, Tensor]
 """Results of the first pass: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
-`mean` (of the new factors); nothing for other forms."""
+`mean` (of the new factors); nothing for other kinds."""
 
 
 class Entry(NamedTuple):
@@ -53,11 +53,11 @@ class Entry(NamedTuple):
     rule: str
     scalars: Scalars
     shard: Shard | None = None
-    master: MasterWeight = PLAIN
+    master: MasterWeight = NO_MASTER
     guard: Tensor | None = None
 
     @property
-    def form(self) -> str:
+    def kind(self) -> str:
         """How the last state is kept; "none" without a state."""
         return _kind(self.codecs)[0]
 
@@ -75,8 +75,8 @@ class Entry(NamedTuple):
 
 @lru_cache(maxsize=256)
 def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
-    """`Entry.form` and `Entry.bits`: an optimizer has few kinds, asked for at each step."""
-    return (codecs[-1].form, codecs[0].bits) if codecs else ("none", 0)
+    """Return `Entry.kind` and `Entry.bits`, cached: a step asks for each entry."""
+    return (codecs[-1].kind, codecs[0].bits) if codecs else ("none", 0)
 
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
@@ -90,38 +90,34 @@ def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
     if len(codecs) not in RULES[rule].states:
         return False
     if len(codecs) < 2:
-        return all(codec.form in ("exact", "block") for codec in codecs)
+        return all(codec.kind in ("exact", "block") for codec in codecs)
     first, second = codecs
-    if second.form == "rank1":
-        return rule == "adamw" and (first.form, first.bits) == ("block", 4)
-    if second.form == "factored":
-        return rule == "adamw" and first.form in ("block", "lloyd_max")
+    if second.kind == "rank1":
+        return rule == "adamw" and (first.kind, first.bits) == ("block", 4)
+    if second.kind == "factored":
+        return rule == "adamw" and first.kind in ("block", "lloyd_max")
     return (
-        first.form in ("exact", "block") and first.form == second.form and first.bits == second.bits
+        first.kind in ("exact", "block") and first.kind == second.kind and first.bits == second.bits
     )
 
 
-def fits(entry: Entry) -> bool:
-    """Whether the kernels serve an entry's layout and dtypes; its gradient may have any strides."""
-    if not entry.param.is_contiguous():
-        return False
-    if entry.master is not PLAIN and not entry.master.is_contiguous():
-        return False
-    return fits_copied(entry)
-
-
-def fits_copied(entry: Entry) -> bool:
-    """Whether the kernels serve contiguous copies of an entry's tensors."""
-    if entry.param.dim() > _MAX_DIMS and entry.form == "rank1":
+def is_supported(entry: Entry) -> bool:
+    """Whether the kernels have an entry's dtypes and dimensions; they read contiguous tensors."""
+    if entry.param.dim() > _MAX_DIMS and entry.kind == "rank1":
         return False
     return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES
+
+
+def is_contiguous(entry: Entry) -> bool:
+    """Whether a parameter and its correction are contiguous."""
+    return entry.param.is_contiguous() and entry.master.is_contiguous()
 
 
 @lru_cache(maxsize=4096)
 def _sizes(
     rule: str, codecs: tuple[Codec, ...], states: int, shape: torch.Size
 ) -> tuple[tuple[tuple[str, int], ...], ...]:
-    """Names and elements of each state's tensors; asked once for each form of entry."""
+    """Return names and elements of each state's tensors, cached."""
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; allowed: {', '.join(RULES)}")
     for codec in codecs:
@@ -129,7 +125,7 @@ def _sizes(
     if not has_kernel(rule, codecs) or states != len(codecs):
         raise ValueError(f"rule {rule!r} has no kernel for {states} states kept as {list(codecs)}")
     for number, codec in enumerate(codecs):
-        if codec.form in ("block", "rank1") and codec.signed is not (number == 0):
+        if codec.kind in ("block", "rank1") and codec.signed is not (number == 0):
             kind = "with" if number == 0 else "without"
             raise ValueError(f"state {number} of a rule has {codec}; allowed: codes {kind} a sign")
     return tuple(tuple(codec.sizes(shape).items()) for codec in codecs)
@@ -137,27 +133,13 @@ def _sizes(
 
 def check_entry(entry: Entry) -> None:
     """Raise `ValueError` for a rule without a kernel, and for tensors of other sizes or devices."""
-    param, master = entry.param, entry.master
-    sizes, device = _sizes(entry.rule, entry.codecs, len(entry.states), param.shape), param.device
-    usual = entry.grad.numel() == param.numel() and master.correction is None
-    for state, parts in zip(entry.states, sizes, strict=True):
-        for name, size in parts:
-            held = state[name]
-            usual = usual and held.numel() == size and held.device == device
-    if not usual:
-        _check_each(entry, sizes)
-
-
-def _check_each(entry: Entry, sizes: tuple[tuple[tuple[str, int], ...], ...]) -> None:
-    """Raise `ValueError` for the first tensor of an entry of another size, or elsewhere."""
-    shape, device = entry.param.shape, entry.param.device
-    n = shape.numel()
+    shape, device, n = entry.param.shape, entry.param.device, entry.param.numel()
+    sizes = _sizes(entry.rule, entry.codecs, len(entry.states), shape)
     found = [("the gradient", entry.grad, n)]
     if entry.master.correction is not None:
         found.append(("the correction", entry.master.correction, n))
     for state, parts in zip(entry.states, sizes, strict=True):
-        for name, size in parts:
-            found.append((name, state[name], size))
+        found += [(name, state[name], size) for name, size in parts]
     for what, tensor, size in found:  # kernels write by address
         if tensor.numel() == size and tensor.device == device:
             continue
@@ -177,18 +159,18 @@ def _check_each(entry: Entry, sizes: tuple[tuple[tuple[str, int], ...], ...]) ->
 def step_reference(entry: Entry) -> None:
     """Step one whole entry in pure torch."""
     sums = reduce_reference(entry)
-    if entry.form == "factored":
+    if entry.kind == "factored":
         average_factors(entry, sums, Shard(tuple(entry.param.shape), ()))
     update_reference(entry, sums)
 
 
 def reduce_reference(entry: Entry) -> Sums:
     """Pass 1 in pure torch: the maxima of rank-1's new state, or sums of squared gradients."""
-    if entry.form not in ROWS_AND_COLUMNS:
+    if entry.kind not in ROWS_AND_COLUMNS:
         return {}
     h: Any = entry.scalars
     g = update_rules.gradient(h, entry.grad, entry.master.read(entry.param))
-    if entry.form == "rank1":
+    if entry.kind == "rank1":
         v = entry.codecs[1].decode(entry.states[1], entry.param.shape)
         return {"scale": rank1.maxima(h.second_moment(g, v.to(g.dtype)))}
     square = (g * g).float().reshape(g.shape[0], g.shape[1:].numel())
@@ -215,7 +197,7 @@ def update_reference(entry: Entry, sums: Sums) -> None:
 
 
 def _update(entry: Entry, sums: Sums) -> None:
-    shape, is_factored = entry.param.shape, entry.form == "factored"
+    shape, is_factored = entry.param.shape, entry.kind == "factored"
     before = entry.master.read(entry.param)
     h: Any = entry.scalars
     p, g = before, update_rules.gradient(h, entry.grad, before)
@@ -223,7 +205,7 @@ def _update(entry: Entry, sums: Sums) -> None:
     if is_factored:
         _, factors = stored.pop()
     old = [codec.decode(state, shape).to(p.dtype) for codec, state in stored]
-    if is_factored and stored[0][0].form == "lloyd_max":
+    if is_factored and stored[0][0].kind == "lloyd_max":
         share = ratio(factors["row"], sums["mean"])
         row, col = lloyd_max.root(share), lloyd_max.root(factors["col"])
         m = h.first_moment(g, old[0])
@@ -239,7 +221,7 @@ def _update(entry: Entry, sums: Sums) -> None:
         u = update_rules.drawn(new[0], before, g)
     entry.master.write(p, entry.param)
     for (codec, state), value in zip(stored, new, strict=False):
-        codec.encode(state, value, sums.get("scale") if codec.form == "rank1" else None, u)
+        codec.encode(state, value, sums.get("scale") if codec.kind == "rank1" else None, u)
 
 
 @contextmanager
@@ -290,7 +272,7 @@ def cpu_table(entries: Sequence[Entry]) -> np.ndarray:
     _check_library()
     rows: array[int] = array("q")
     for entry in entries:
-        master = _NO_MASTER if entry.master is PLAIN else entry.master.fields()
+        master = _NO_MASTER_FIELDS if entry.master is NO_MASTER else entry.master.fields()
         shape = entry.param.shape if _kind(entry.codecs)[0] == "rank1" else ()
         row = table_row(entry, 0, master)
         rows.extend((*row, len(shape), *shape, *_ZEROS[len(shape) :]))
@@ -309,7 +291,7 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
         Addresses and sizes.
     """
     p, g, states = entry.param, entry.grad, entry.states
-    names, tables, kind = _row_form(entry.rule, entry.codecs, p.shape, p.device)
+    names, tables, kind = _row_traits(entry.rule, entry.codecs, p.shape, p.device)
     row = [p.data_ptr(), g.data_ptr()]
     for state, (first, second, *others), known in zip(states, names, tables, strict=True):
         row += (state[first].data_ptr(), state[second].data_ptr() if second else 0, *known)
@@ -322,29 +304,28 @@ def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
 SCALARS = 4 * update_rules.COUNT
 """Bytes of a row of `update_rules.stacked_rows`."""
 _ZEROS = (0,) * _MAX_DIMS
-_NO_MASTER = PLAIN.fields()
+_NO_MASTER_FIELDS = NO_MASTER.fields()
 _Names = tuple[str, ...]
 
 
 @lru_cache(maxsize=4096)
-def _row_form(
+def _row_traits(
     rule: str, codecs: tuple[Codec, ...], shape: torch.Size, device: torch.device
 ) -> tuple[list[_Names], list[tuple[int, ...]], tuple[int, ...]]:
-    """Traits that a form's entries share: names of each state's tensors, tables, sizes, kind."""
+    """Return names of each state's tensors, tables, sizes and numbers of a row, cached."""
     names: list[_Names] = []
     tables: list[tuple[int, ...]] = []
     for codec in codecs:
         first, *others = codec.sizes(shape)
         names.append((first, *(others or [""])))
-        if codec.form == "lloyd_max":  # rows and columns take the place of tables
+        if codec.kind == "lloyd_max":  # rows and columns take the place of tables
             tables.append(())
             continue
-        coded = codec.form not in ("exact", "factored")
+        coded = codec.kind not in ("exact", "factored")
         book = codebook_and_bounds(codec, device).data_ptr() if coded else 0
         eight = coded and codec.bits == 8
         tables.append((book, buckets(codec.codebook, codec.signed).data_ptr() if eight else 0))
-    form = codecs[-1].form if codecs else "none"
     matrix = (shape[0], shape[1:].numel()) if shape else (1, 1)
     bits = codecs[0].bits if codecs else 0
-    kind = (list(RULES).index(rule), bits, SECOND.get(form, 0))
+    kind = (list(RULES).index(rule), bits, SECOND.get(codecs[-1].kind if codecs else "", 0))
     return names, tables, (shape.numel(), *matrix, *kind)

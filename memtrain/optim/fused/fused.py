@@ -14,7 +14,7 @@ from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step.codecs import EXACT, Codec
 from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
-from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.kernels.step.split import NO_MASTER, MasterWeight
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Scalars
 from memtrain.optim.fused.given import USUAL, Given, given_to
@@ -296,7 +296,7 @@ class FusedStates(CompressedStates):
         codecs: tuple[Codec, ...],
         scalars: Scalars,
     ) -> Entry:
-        master = self._masters.get(param, PLAIN) if self._masters else PLAIN
+        master = self._masters.get(param, NO_MASTER) if self._masters else NO_MASTER
         guard = self._guards.get(param) if self._guards else None
         grad = param.grad
         usual = type(param) in USUAL and not param.is_complex()
@@ -345,7 +345,7 @@ class FusedStates(CompressedStates):
             for name, compressor in compressors.items()
         }
         payloads = tuple({"tensor": local(x)} for x in whole.values())
-        own, grad, master = local(param), local_gradient(param), self._masters.get(param, PLAIN)
+        own, grad, master = local(param), local_gradient(param), self._masters.get(param, NO_MASTER)
         codecs = (EXACT,) * len(whole)
         entry = Entry(own, grad, payloads, codecs, self.rule, scalars, None, master)
         PreparedStep([entry]).run()

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from memtrain.kernels import cpu
 from memtrain.kernels.step.prepared import signature
-from memtrain.kernels.step.split import PLAIN, MasterWeight
+from memtrain.kernels.step.split import NO_MASTER, MasterWeight
 from memtrain.optim.fused.payloads import as_payload
 from memtrain.optim.states.shards import local, local_gradient, shard_of
 
@@ -111,7 +111,7 @@ def given_to(
     given.grads = grads
     if any(p.is_complex() for p in own):
         return None
-    kept = [masters.get(p, PLAIN) for p in params] if masters else []
+    kept = [masters.get(p, NO_MASTER) for p in params] if masters else []
     given.seeds = [master.seed for master in kept]
     given.guards = [guards.get(p) for p in params] if guards else []
     values = [*chain.from_iterable(state.values() for state in found if state)]
@@ -129,7 +129,7 @@ def given_to(
         [len(state or ()) for state in found],
         [*map(len, payloads)],
         [*chain.from_iterable(chain([state or () for state in found], payloads))],
-        [master.form for master in kept],
+        [master.mode for master in kept],
         [guard is not None for guard in given.guards],
         shards,
     ]

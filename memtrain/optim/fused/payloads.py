@@ -65,7 +65,7 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
 
     Example:
         >>> codec_of(Block(map="DE", signed=True), signed=True)
-        Codec(form='block', bits=4, codebook='DE', signed=True)
+        Codec(kind='block', bits=4, codebook='DE', signed=True)
     """
     codec, plain = None, None  # any option that the kernels do not know keeps a compressor out
     if compressor.is_identity:

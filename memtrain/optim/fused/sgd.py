@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd as plain_sgd
 
-from memtrain.kernels.step.split import PLAIN
+from memtrain.kernels.step.split import NO_MASTER
 from memtrain.kernels.step.update_rules import Scalars, SGDScalars, sgd
 from memtrain.optim.fused.fused import FusedStates, variant
 from memtrain.optim.fused.options import check_numbers
@@ -113,7 +113,7 @@ class SGD4bit(FusedStates):
         return sgd(lr=float(group["lr"]), first=bool(turn == 1), **options)
 
     def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
-        if self._masters.get(param, PLAIN).any:
+        if self._masters.get(param, NO_MASTER).any:
             return False
         # Without momentum there is nothing to compress: torch's own step for one parameter.
         h: Any = scalars
