@@ -33,8 +33,7 @@ from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.training_warnings import (
     FirstStepReport,
     UntrainedParameters,
-    warn_of_untested,
-    warn_of_whole_states,
+    warn_of_kept_states,
 )
 from memtrain.precision.forward_rounding import ForwardRounding
 from memtrain.wrap_checks import check_arguments, check_requests
@@ -215,7 +214,7 @@ def _validated_plan(
     check_requests(optimizers, plan)
     if not isinstance(cfg, Plan | Config):  # a planner's own choice may differ
         check_release(plan.config)
-    warn_of_untested(plan, optimizers)
+    warn_of_kept_states(plan, optimizers)
     if hasattr(model, ATTRIBUTE):
         _undo_earlier_wrap(model, optimizers)
         # The dtypes are the original ones again.
@@ -238,10 +237,6 @@ def _register_optimizer_hooks(
         for group in optimizer.param_groups:
             group.setdefault(OWN, ())  # torch's flattened checkpoints load options of live groups
         wrapped.handles.append(optimizer.register_step_pre_hook(untrained))
-        if wrapped.plan.state_rules:
-            wrapped.handles.append(
-                optimizer.register_step_post_hook(partial(warn_of_whole_states, wrapped.plan))
-            )
         wrapped.handles.append(StateDictHooks(wrapped).attach(optimizer))
         if first is not None:
             wrapped.handles.append(first.attach(optimizer))

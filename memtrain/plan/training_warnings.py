@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -27,15 +26,13 @@ from memtrain.activations.saved.site import (
 )
 from memtrain.compressors import Keep
 from memtrain.config.sizes import format_size
-from memtrain.optim.states.compressed_states import CompressedStates
-from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import in_zero, is_sharded
 from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan
-from memtrain.plan.predicted_bytes import parameters_in_groups
+from memtrain.plan.predicted_bytes import UNKNOWN, parameters_in_groups
 from memtrain.plan.rules import compresses
 
 MIN_UNKNOWN_BYTES = 2**16
@@ -204,52 +201,37 @@ def _compiled_frames() -> int:
     return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
 
 
-def warn_of_untested(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
-    """Warn of states that stay exact because memtrain does not know their optimizer."""
-    untested = [one for one in optimizers if not is_tested(one)]
-    groups = [group for one in untested for group in one.param_groups]
-    kept = [entry for entry in plan.entries("state") if entry.reason == UNTESTED.reason]
-    if kept:
-        names = ", ".join(type(one).__name__ for one in untested)
-        _warn_of_untested(names, groups, sum(one.planned + one.host for one in kept), 8)
-
-
-def _warn_of_untested(names: str, groups: list[dict[str, Any]], nbytes: int, level: int) -> None:
-    count = sum(param.numel() for group in groups for param in group["params"])
-    warnings.warn(
-        f"{nbytes / count:.3g} bytes per parameter of states of {names} stay exact: memtrain knows "
-        "only the optimizers in docs/guides/optimizers.md; in others an error of a few bits may "
-        "spoil a step; allowed: optim.exceptions for states that you have tested, or optim=none",
-        RuntimeWarning,
-        stacklevel=level,
-    )
-
-
-def warn_of_whole_states(plan: Plan, optimizer: Optimizer, *_: Any) -> None:
-    """Warn once, after a step, of states that no rule compresses (Adadelta)."""
-    states = innermost(optimizer)
-    if not isinstance(states, CompressedStates) or vars(states).get("_is_checked"):
+def warn_of_kept_states(plan: Plan, optimizers: Sequence[Optimizer]) -> None:
+    """Warn at `wrap` of optimizers whose states the plan's rules do not compress."""
+    if not any(map(compresses, plan.state_rules.compressors())):
         return
-    names, nbytes, compressed = defaultdict(set), defaultdict(int), False
-    vars(states)["_is_checked"] = bool(states.state)
-    for param, values in states.state.items():
-        for name, value in values.items() if isinstance(param, Tensor) else ():
-            compressed |= states.is_payload(param, name, value)
-            if isinstance(value, Tensor) and value.shape == param.shape:
-                reason = states.compressor(param, name)[1]
-                names[reason].add(name)
-                nbytes[reason] += value.nbytes
-    kind = states.plain_class().__name__
-    if nbytes[UNTESTED.reason] and UNTESTED.reason not in {e.reason for e in plan.entries("state")}:
-        _warn_of_untested(kind, states.param_groups, nbytes[UNTESTED.reason], 4)
-    if names[NO_RULE.reason] and not compressed:
-        warnings.warn(
-            f"no state of {kind} is compressed: no rule matches "
-            f"{', '.join(sorted(names[NO_RULE.reason]))} ({format_size(nbytes[NO_RULE.reason])}); "
-            "allowed: optim.rules that name them (docs/guides/optimizers.md), or optim=none",
-            RuntimeWarning,
-            stacklevel=3,
-        )
+    classes: dict[str, list[Optimizer]] = {}
+    for optimizer in optimizers:
+        classes.setdefault(type(optimizer).__name__, []).append(optimizer)
+    for kind, group in classes.items():
+        entries = [row for row in plan.entries("state") if row.site.split(" / ")[1] == kind.lower()]
+        kept = [row for row in entries if row.reason in (UNTESTED.reason, NO_RULE.reason)]
+        unknown = any(row.reason.startswith(UNKNOWN) for row in entries)
+        unknown &= not (plan.config.optim.exceptions or all(map(is_tested, group)))
+        nbytes = sum(row.planned + row.host for row in kept)
+        if unknown or any(row.reason == UNTESTED.reason for row in kept):
+            count = sum(p.numel() for p in parameters_in_groups(group))
+            size = f"{nbytes / count:.3g} bytes per parameter of " if kept else ""
+            text = (
+                f"{size}states of {kind} stay exact: memtrain knows only the optimizers in "
+                "docs/guides/optimizers.md, and in others an error of a few bits may spoil a step; "
+                "allowed: optim.exceptions for states that you have tested, or optim=none"
+            )
+        elif kept and not any(row.compressor for row in entries):
+            names = sorted({row.site.rpartition(" / ")[2] for row in kept})
+            text = (
+                f"no state of {kind} is compressed: no rule matches {', '.join(names)} "
+                f"({format_size(nbytes)}); allowed: optim.rules that name them "
+                "(docs/guides/optimizers.md), or optim=none"
+            )
+        else:
+            continue
+        warnings.warn(text, RuntimeWarning, stacklevel=7)
 
 
 class UntrainedParameters:
