@@ -181,7 +181,7 @@ class Plan:
         if self.precision is not None:
             if self.precision.graph is None:
                 self.assign_precision(model, batch)
-            rounding = ForwardRounding(self.precision, trial=True)
+            rounding = ForwardRounding(self.precision, is_trace=True)
         found = {} if choices is None else choices
 
         def choose(site: Site) -> Compressor | Keep:

@@ -52,8 +52,8 @@ class Precision:
     """Backward passes without an overflow before the scale is doubled."""
 
     def __post_init__(self) -> None:
-        _one_of("assignment", self.assignment, ASSIGNMENTS)
-        _one_of("loss_scale", self.loss_scale, LOSS_SCALES)
+        _check_choice("assignment", self.assignment, ASSIGNMENTS)
+        _check_choice("loss_scale", self.loss_scale, LOSS_SCALES)
         if not 0 <= self.ratio <= 1:
             raise ValueError(f"precision.ratio={self.ratio}; allowed: 0 to 1")
         if self.promotion is not None and not 0 < self.promotion <= 1:
@@ -72,7 +72,7 @@ class Precision:
                 f"precision.high={self.high!r} has fewer bits than low={self.low!r}; "
                 "allowed: at least as many"
             )
-        _named("low_backward", self.low_backward)
+        _format_of("low_backward", self.low_backward)
 
     @property
     def active(self) -> bool:
@@ -82,17 +82,17 @@ class Precision:
     @property
     def low_format(self) -> FloatFormat:
         """The format of low activations and weights."""
-        return _named("low", self.low)
+        return _format_of("low", self.low)
 
     @property
     def high_format(self) -> FloatFormat | None:
         """The format of other tensors; None if they are not rounded."""
-        return None if self.high == FP32 else _named("high", self.high)
+        return None if self.high == FP32 else _format_of("high", self.high)
 
     def backward_format(self, *, low: bool) -> FloatFormat | None:
         """Return the format of gradients, whose overflows are Inf for the loss scale."""
-        form = _named("low_backward", self.low_backward) if low else self.high_format
-        return form and replace(form, overflow="inf")
+        float_format = _format_of("low_backward", self.low_backward) if low else self.high_format
+        return float_format and replace(float_format, overflow="inf")
 
 
 @dataclass(frozen=True)
@@ -138,33 +138,33 @@ def assign(graph: Graph, config: Precision) -> Assignment:
         high.add(len(graph.gemms))
     tensors = [tensor for tensor in graph.tensors if tensor.group not in high]
     if config.assignment == "uniform":
-        return _all_of(tensors)
+        return _all_low(tensors)
     if config.assignment in ("operator", "operator_out"):
-        return _operator(tensors, config)
+        return _operator_assignment(tensors, config)
     if config.assignment != SIZE_ORDERED:
         return Assignment()
-    own, chosen = sizes(graph), set[int]()
+    own, chosen = group_elements(graph), set[int]()
     # The earlier of equal groups comes first.
     for group in sorted(sorted(own.keys() - high), key=own.__getitem__, reverse=True):
         if sum(own[one] for one in chosen) >= config.ratio * graph.elements:
             break
         chosen.add(group)
-    return _all_of([tensor for tensor in tensors if tensor.group in chosen])
+    return _all_low([tensor for tensor in tensors if tensor.group in chosen])
 
 
-def sizes(graph: Graph) -> dict[int, int]:
+def group_elements(graph: Graph) -> dict[int, int]:
     """Return the number of elements of each group, including gradients of weights."""
     return {group: sum(x.elements for x in tensors) for group, tensors in graph.groups().items()}
 
 
-def _all_of(tensors: Sequence[GraphTensor]) -> Assignment:
+def _all_low(tensors: Sequence[GraphTensor]) -> Assignment:
     return Assignment(
         frozenset(x.name for x in tensors),
         frozenset(x.name for x in tensors if x.gradient and not x.weight),
     )
 
 
-def _operator(tensors: Sequence[GraphTensor], config: Precision) -> Assignment:
+def _operator_assignment(tensors: Sequence[GraphTensor], config: Precision) -> Assignment:
     outputs = config.assignment == "operator_out"
     first = 1 if config.keep_first else None  # the group of the first GEMM's output
     gradients = [x for x in tensors if x.gemm_output and x.gradient and not x.weight]
@@ -174,13 +174,13 @@ def _operator(tensors: Sequence[GraphTensor], config: Precision) -> Assignment:
     )
 
 
-def _named(field: str, name: str) -> FloatFormat:
+def _format_of(field: str, name: str) -> FloatFormat:
     try:
         return named_format(name)
     except ValueError as error:
         raise ValueError(f"precision.{field}={name!r}: {error}") from error
 
 
-def _one_of(field: str, value: str, allowed: tuple[str, ...]) -> None:
+def _check_choice(field: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise ValueError(f"precision.{field}={value!r}; allowed: {', '.join(allowed)}")

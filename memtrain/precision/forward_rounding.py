@@ -15,16 +15,16 @@ from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.trace.call_arguments import CallArguments
 from memtrain.compressors import Compressor, Float
 from memtrain.kernels.floats.formats import FORMATS, FloatFormat
-from memtrain.precision.graph import refuse_hidden
+from memtrain.precision.graph import check_interceptable
 from memtrain.precision.loss_scaling import (
     LossScaler,
-    bypassing,
-    in_training_forward,
-    outliving,
+    is_training_forward,
+    parameters_bypassing_rounding,
+    results_alive_after,
+    tensors_in,
     weak_results,
-    within,
 )
-from memtrain.precision.rounding_mode import HIDDEN, RoundingMode
+from memtrain.precision.rounding_mode import NOT_INTERCEPTED, RoundingMode
 from memtrain.precision.state import PrecisionState
 from memtrain.precision.tensor_names import METADATA, TensorNames, roundable, writes
 
@@ -38,12 +38,12 @@ class ForwardRounding(RoundingMode):
 
     Args:
         state: Formats, counts and the loss scale.
-        trial: Whether this is a trace, which counts and scales nothing.
+        is_trace: Whether this is a trace, which counts and scales nothing.
     """
 
-    def __init__(self, state: PrecisionState, *, trial: bool = False) -> None:
+    def __init__(self, state: PrecisionState, *, is_trace: bool = False) -> None:
         super().__init__()
-        self.state, self.trial = state, trial
+        self.state, self.is_trace = state, is_trace
         self.scaler = LossScaler(state)
         self._checked: set[str] = set()  # modules whose whole forward has been checked
         self._tracing = False
@@ -82,8 +82,8 @@ class ForwardRounding(RoundingMode):
             ValueError: If `fully_shard` has been applied to the model, or a part is compiled.
         """
         if _compiles() or torch.jit.is_tracing() or in_transform():
-            raise RuntimeError(HIDDEN)
-        refuse_hidden(model)
+            raise RuntimeError(NOT_INTERCEPTED)
+        check_interceptable(model)
         if self.state.graph is not None or self._tracing:
             return
         self._tracing = True
@@ -102,7 +102,7 @@ class ForwardRounding(RoundingMode):
         self._clear()
         self._names.begin(model)
         self._model, self._module = model, module
-        self._counts = in_training_forward() and not self.trial
+        self._counts = is_training_forward() and not self.is_trace
         if self._counts:
             self.scaler.begin(model)
         if self._counts and module not in self._checked:
@@ -112,14 +112,16 @@ class ForwardRounding(RoundingMode):
         return tree_map_only(Tensor, lambda x: changed.get(id(x), x), inputs)
 
     def _input(self, name: str, x: Tensor) -> Tensor:
-        known = self.state.knows(name)
-        form = self.state.forward_format(name) if known else None
-        back = self.state.backward_format(name) if known else None
-        if in_training_forward():
-            y = self.scaler.round_leaf(x, name, partial(self._round, name, form), back)
+        known = self.state.is_traced(name)
+        float_format = self.state.forward_format(name) if known else None
+        gradient_format = self.state.backward_format(name) if known else None
+        if is_training_forward():
+            y = self.scaler.round_leaf(
+                x, name, partial(self._round, name, float_format), gradient_format
+            )
         else:  # in a recomputation gradients are not rounded
-            y = x if form is None else self._round(name, form, x)
-        if form is not None:
+            y = x if float_format is None else self._round(name, float_format, x)
+        if float_format is not None:
             self._names.assign(y, name)
         return y
 
@@ -147,11 +149,13 @@ class ForwardRounding(RoundingMode):
         known = self._rounded[name]() if name in self._rounded and x._base is None else None
         if known is not None:
             return known
-        form = self.state.forward_format(name)
-        back = self.state.gradient_format
-        seed = self.state.seed(name, form, weight=True)
-        y = self.scaler.round_leaf(x, name, partial(self._round, name, form, seed=seed), back)
-        if form is None:
+        float_format = self.state.forward_format(name)
+        gradient_format = self.state.gradient_format
+        seed = self.state.seed(name, float_format, weight=True)
+        y = self.scaler.round_leaf(
+            x, name, partial(self._round, name, float_format, seed=seed), gradient_format
+        )
+        if float_format is None:
             return y
         self._names.assign(y, name)
         if x._base is None:
@@ -163,20 +167,25 @@ class ForwardRounding(RoundingMode):
     ) -> Any:
         """Round an op's results."""
         for name, y in self._names.results(module, op, args, kwargs, result):
-            if not self.state.knows(name):
+            if not self.state.is_traced(name):
                 if not y.requires_grad:
                     self._names.forget(y)
                     continue
-                self.state.unseen.setdefault(name)
-            form, back = self.state.forward_format(name), self.state.backward_format(name)
-            if form is None:
+                self.state.untraced.setdefault(name)
+            float_format, gradient_format = (
+                self.state.forward_format(name),
+                self.state.backward_format(name),
+            )
+            if float_format is None:
                 self._names.forget(y)
             else:
                 # `data` hides the write from autograd: a softmax shall save the rounded result.
-                seed = self.state.seed(name, form)
-                self._count(name, form.round_count_(y.data, seed=seed), y.numel())
-            if back is not None and y.requires_grad:
-                y.register_hook(partial(self.scaler.round_gradient, name=name, form=back))
+                seed = self.state.seed(name, float_format)
+                self._count(name, float_format.round_count_(y.data, seed=seed), y.numel())
+            if gradient_format is not None and y.requires_grad:
+                y.register_hook(
+                    partial(self.scaler.round_gradient, name=name, float_format=gradient_format)
+                )
         if self._results is not None:
             site = f"{module or '(root)'} / {op}"
             self._results += [(site, ref) for ref in weak_results(result)]
@@ -186,7 +195,7 @@ class ForwardRounding(RoundingMode):
         """Register the scaling of the outputs' gradients."""
         results, model = self._results, self._model
         self._clear()
-        if not completed or self.trial:
+        if not completed or self.is_trace:
             return output
         if results is not None and model is not None:
             self._check(output, results, model)
@@ -199,7 +208,7 @@ class ForwardRounding(RoundingMode):
         self._checked.add(self._module)
         if not self.state.scale.active:
             return
-        bypassed = bypassing(within(output), model)
+        bypassed = parameters_bypassing_rounding(tensors_in(output), model)
         if bypassed:
             raise RuntimeError(
                 f"{', '.join(bypassed[:5])}: read where no op is seen (by a custom autograd "
@@ -208,7 +217,7 @@ class ForwardRounding(RoundingMode):
             )
         if self._saved is not None and self._saved.saw_hooks:
             return  # tensors of checkpointing or offloading are no loss terms
-        alive = outliving(results, output)
+        alive = results_alive_after(results, output)
         if alive:
             warnings.warn(
                 f"the result of {alive[0]} ({len(alive)} such) outlives the forward without being "
@@ -227,16 +236,16 @@ class ForwardRounding(RoundingMode):
         name = self._names.name_of(x)
         if not name or (claimed and name not in self._rounded):
             return None
-        form = self.state.forward_format(name)
-        return None if form is None else _codes(form)
+        float_format = self.state.forward_format(name)
+        return None if float_format is None else _float_compressor(float_format)
 
     def _round(
-        self, name: str, form: FloatFormat | None, x: Tensor, *, seed: int | None = None
+        self, name: str, float_format: FloatFormat | None, x: Tensor, *, seed: int | None = None
     ) -> Tensor:
-        if form is None:
+        if float_format is None:
             return x.detach()
-        seed = self.state.seed(name, form) if seed is None else seed
-        y, count = form.round_count(x, seed=seed)
+        seed = self.state.seed(name, float_format) if seed is None else seed
+        y, count = float_format.round_count(x, seed=seed)
         self._count(name, count, x.numel())
         return y
 
@@ -259,5 +268,7 @@ def _detached(x: Tensor) -> Tensor:
 
 
 @lru_cache
-def _codes(form: FloatFormat) -> Float:
-    return Float(format=next((name for name, one in FORMATS.items() if one == form), form))
+def _float_compressor(float_format: FloatFormat) -> Float:
+    return Float(
+        format=next((name for name, one in FORMATS.items() if one == float_format), float_format)
+    )

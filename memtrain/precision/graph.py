@@ -142,7 +142,7 @@ def graph_of(
 
 def check(model: nn.Module) -> None:
     """Raise ValueError for dtypes without rounding, and for compiled or sharded modules."""
-    refuse_hidden(model)
+    check_interceptable(model)
     for name, parameter in model.named_parameters():
         if parameter.is_floating_point() and parameter.dtype not in DTYPES:
             allowed = ", ".join(str(dtype) for dtype in DTYPES)
@@ -152,7 +152,7 @@ def check(model: nn.Module) -> None:
             )
 
 
-def refuse_hidden(model: nn.Module) -> None:
+def check_interceptable(model: nn.Module) -> None:
     """Raise ValueError for compiled modules and for modules under `fully_shard`."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
     for name, module in model.named_modules():
@@ -187,7 +187,7 @@ class GraphRecorder(RoundingMode):
         self._names.begin(model)
         self._sizes = {name: (p.numel(), p.requires_grad) for name, p in model.named_parameters()}
         for name, x in self._names.inputs(module, (args, kwargs)):
-            self._add(name, x, gradient=x.requires_grad)
+            self._add_tensor(name, x, gradient=x.requires_grad)
         return args, kwargs
 
     def arguments(
@@ -209,7 +209,7 @@ class GraphRecorder(RoundingMode):
             return result  # a view, a copy, a query of metadata
         weights = [name for name in (self._weight(x, name) for x, name in read) if name]
         source = next((self._tensors[name] for _, name in read if self._is_activation(name)), None)
-        self._use(weights, source.group if source else len(self._gemms), gemm)
+        self._assign_weights(weights, source.group if source else len(self._gemms), gemm)
         if gemm:
             for _, name in read:
                 if self._is_activation(name):
@@ -219,7 +219,7 @@ class GraphRecorder(RoundingMode):
         inside = not torch.is_grad_enabled() and (weights or source)
         for name, y in results:
             if y.requires_grad or inside:
-                self._add(name, y, gemm_output=gemm)
+                self._add_tensor(name, y, gemm_output=gemm)
         return result
 
     def end(self, output: Any, *, completed: bool) -> Any:
@@ -227,7 +227,7 @@ class GraphRecorder(RoundingMode):
         self._names.clear()
         return output
 
-    def _add(
+    def _add_tensor(
         self, name: str, x: Tensor, *, gradient: bool = True, gemm_output: bool = False
     ) -> None:
         group = len(self._gemms)
@@ -241,7 +241,7 @@ class GraphRecorder(RoundingMode):
     def _weight(self, x: Tensor, name: str) -> str:
         return name if name in self._sizes else self._names.parameter(x)
 
-    def _use(self, weights: Sequence[str], group: int, gemm: bool) -> None:
+    def _assign_weights(self, weights: Sequence[str], group: int, gemm: bool) -> None:
         for name in weights:
             known = self._tensors.get(name)
             if known is None:

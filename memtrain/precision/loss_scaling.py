@@ -21,7 +21,7 @@ from memtrain.precision.state import PrecisionState
 
 # Dtypes of torch's op on every device (2.11): it has no CUDA kernel for bfloat16.
 _UNSCALED_BY_TORCH = (torch.float16, torch.float32, torch.float64)
-OUTPUT_DEPTH = 6  # nesting of objects in an output, such as a cache of keys and values
+MAX_DEPTH = 6  # nesting of objects in an output, such as a cache of keys and values
 
 
 class LossScaler:
@@ -106,7 +106,7 @@ class LossScaler:
         if self._is_copy:  # here, so that copies for evaluation are never registered
             self._is_copy, self._model = False, weakref.ref(model)
             _COPIES.add(self)
-            _look_at_steps()
+            _register_copy_hook()
 
     def scale_gradients_of(self, output: Any) -> Any:
         """Return the model's output, with gradients that will be scaled.
@@ -114,7 +114,7 @@ class LossScaler:
         Without a gradient, and in a recomputation, whose gradients are scaled already, the output
         is returned as it is.
         """
-        if not in_training_forward():
+        if not is_training_forward():
             return output
         return map_tensors(partial(self._output, {}), output)
 
@@ -136,13 +136,21 @@ class LossScaler:
         return grad * self.state.scale.value
 
     def round_leaf(
-        self, x: Tensor, name: str, rounded: Callable[[Tensor], Tensor], form: FloatFormat | None
+        self,
+        x: Tensor,
+        name: str,
+        rounded: Callable[[Tensor], Tensor],
+        float_format: FloatFormat | None,
     ) -> Tensor:
-        """Round a weight or an input; its gradient is rounded to `form`, and unscaled."""
-        return _StraightThrough.apply(x, rounded, partial(self._unscale, name=name, form=form))
+        """Round a weight or an input; its gradient is rounded to `float_format`, and unscaled."""
+        return _StraightThrough.apply(
+            x, rounded, partial(self._unscale, name=name, float_format=float_format)
+        )
 
-    def _unscale(self, grad: Tensor, name: str, form: FloatFormat | None) -> Tensor:
-        grad = grad.clone() if form is None else self.round_gradient(grad, name, form)
+    def _unscale(self, grad: Tensor, name: str, float_format: FloatFormat | None) -> Tensor:
+        grad = (
+            grad.clone() if float_format is None else self.round_gradient(grad, name, float_format)
+        )
         scale = self.state.scale
         if not scale.active or not self._scaled:
             return grad
@@ -153,14 +161,14 @@ class LossScaler:
         unscale(grad, *found)
         return grad
 
-    def round_gradient(self, grad: Tensor, name: str, form: FloatFormat) -> Tensor:
+    def round_gradient(self, grad: Tensor, name: str, float_format: FloatFormat) -> Tensor:
         """Round a gradient to its format.
 
         Raises:
             RuntimeError: Under `create_graph=True`: rounding has no derivative.
         """
         _refuse_double_backward()
-        return form.round(grad, seed=self.state.seed(f"gradient of {name}", form))
+        return float_format.round(grad, seed=self.state.seed(f"gradient of {name}", float_format))
 
     def _end_backward(self) -> None:
         counts, found_inf = self._counts, self._found_inf
@@ -218,7 +226,7 @@ _COPIES: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 
 
 @cache
-def _look_at_steps() -> None:
+def _register_copy_hook() -> None:
     """Register a hook by which copies find their optimizers; it stays, as steps may be running."""
 
     def attach_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
@@ -273,7 +281,7 @@ def _refuse_double_backward() -> None:
         )
 
 
-def in_training_forward() -> bool:
+def is_training_forward() -> bool:
     """Return whether a forward runs for training: no evaluation, no recomputation."""
     return torch.is_grad_enabled() and torch._C._current_graph_task_id() == -1
 
@@ -294,19 +302,21 @@ def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
     ]
 
 
-def outliving(results: Iterable[tuple[str, weakref.ref[Tensor]]], output: Any) -> list[str]:
+def results_alive_after(
+    results: Iterable[tuple[str, weakref.ref[Tensor]]], output: Any
+) -> list[str]:
     """Return the sites of results that are alive after a forward and not in its output."""
-    outputs = list(within(output))
+    outputs = list(tensors_in(output))
     known = {id(x) for x in (*outputs, *(x._base for x in outputs))}
     alive = [site for site, ref in results if (y := ref()) is not None and id(y) not in known]
     return list(dict.fromkeys(alive))
 
 
-def within(value: Any, depth: int = OUTPUT_DEPTH) -> Iterator[Tensor]:
+def tensors_in(value: Any, depth: int = MAX_DEPTH) -> Iterator[Tensor]:
     """Yield the tensors in an object's containers and attributes.
 
     Example:
-        >>> len([*within({"a": [torch.ones(1)], "b": (torch.ones(2), 3)})])
+        >>> len([*tensors_in({"a": [torch.ones(1)], "b": (torch.ones(2), 3)})])
         2
     """
     if isinstance(value, Tensor):
@@ -315,15 +325,15 @@ def within(value: Any, depth: int = OUTPUT_DEPTH) -> Iterator[Tensor]:
         return
     elif isinstance(value, Mapping):
         for item in value.values():
-            yield from within(item, depth - 1)
+            yield from tensors_in(item, depth - 1)
     elif isinstance(value, list | tuple | set):
         for item in value:
-            yield from within(item, depth - 1)
+            yield from tensors_in(item, depth - 1)
     elif hasattr(value, "__dict__"):
-        yield from within(vars(value), depth - 1)
+        yield from tensors_in(vars(value), depth - 1)
 
 
-def bypassing(outputs: Iterable[Tensor], model: nn.Module) -> list[str]:
+def parameters_bypassing_rounding(outputs: Iterable[Tensor], model: nn.Module) -> list[str]:
     """Return the names of parameters that an output's graph reaches without their rounding.
 
     Custom autograd Functions and TorchScript modules read parameters without a visible op.

@@ -11,7 +11,7 @@ from memtrain.activations.intercept.compiler_internals import run_by_tracer
 from memtrain.activations.intercept.replaced_ops import recognise_module, written_out
 from memtrain.activations.saved.saved_tensors import SavedTensors
 
-HIDDEN = (
+NOT_INTERCEPTED = (
     "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
     "hide; allowed there: precision.assignment=fp32"
 )
@@ -37,7 +37,7 @@ class RoundingMode(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if is_compiling():
-            _refuse_traced()
+            _raise_traced()
         if type(func) is _GETTER:
             return func(*args, **kwargs)
         module, name = self.module, getattr(func, "__name__", "")
@@ -78,8 +78,8 @@ class RoundingMode(TorchFunctionMode):
 
 
 @run_by_tracer
-def _refuse_traced() -> None:
-    raise RuntimeError(HIDDEN)
+def _raise_traced() -> None:
+    raise RuntimeError(NOT_INTERCEPTED)
 
 
 def _op_name(name: str, args: Sequence[Any]) -> str:

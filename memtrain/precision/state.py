@@ -12,7 +12,7 @@ from memtrain.precision.assignment import SIZE_ORDERED, Assignment, Precision, a
 from memtrain.precision.graph import Graph
 
 GROWTH, BACKOFF = 2.0, 0.5
-LARGEST, LEAST = 2.0**32, 2.0**-32
+MAX_SCALE, MIN_SCALE = 2.0**32, 2.0**-32
 
 
 class Promotion(NamedTuple):
@@ -69,11 +69,11 @@ class LossScale:
         if self.mode != "dynamic" or self.off:
             return
         if overflow:
-            self.value, self.clean = max(self.value * BACKOFF, LEAST), 0
+            self.value, self.clean = max(self.value * BACKOFF, MIN_SCALE), 0
             return
         self.clean += 1
         if self.clean >= self.interval:
-            self.value, self.clean = min(self.value * GROWTH, LARGEST), 0
+            self.value, self.clean = min(self.value * GROWTH, MAX_SCALE), 0
 
     def state_dict(self) -> dict[str, Any]:
         """Return a plain dict for `load_state_dict`."""
@@ -113,7 +113,7 @@ class PrecisionState:
         self.scale = LossScale(config.loss_scale, config.initial_scale, config.growth_interval)
         self.step = 0
         """Number of gradient computations so far."""
-        self.unseen: dict[str, None] = {}
+        self.untraced: dict[str, None] = {}
         """Tensors that the traced forward did not have, which are high."""
         self._index()
 
@@ -130,7 +130,7 @@ class PrecisionState:
         self.graph, self.assignment = graph, assign(graph, self.config)
         self._index()
 
-    def knows(self, name: str) -> bool:
+    def is_traced(self, name: str) -> bool:
         """Return whether the traced forward had the tensor."""
         return name in self._known
 
@@ -146,12 +146,12 @@ class PrecisionState:
         """Return the format of its gradient; None if it is not rounded."""
         return self._backward[name in self.assignment.backward]
 
-    def seed(self, name: str, form: FloatFormat | None, *, weight: bool = False) -> int:
-        """Return the seed of stochastic rounding to `form`, a new one per gradient computation.
+    def seed(self, name: str, float_format: FloatFormat | None, *, weight: bool = False) -> int:
+        """Return the seed of stochastic rounding, a new one per gradient computation.
 
         A recomputation uses the seed of its forward. Ranks differ, except for replicated weights.
         """
-        if form is None or form.rounding != "stochastic":
+        if float_format is None or float_format.rounding != "stochastic":
             return 0
         rank = 0 if weight else _rank()
         return Key(self.config.seed, zlib.crc32(name.encode()), self.step, rank=rank).bits()
@@ -251,9 +251,9 @@ class PrecisionState:
             lines.append(f"loss scale {self.scale.value:g}, {self.scale.overflows} overflows")
         elif self.scale.off:
             lines.append(f"loss scale: {self.scale.off}")
-        if self.unseen:
-            some = ", ".join([*self.unseen][:5])
-            lines.append(f"not in the traced forward, so high: {some} ({len(self.unseen)})")
+        if self.untraced:
+            some = ", ".join([*self.untraced][:5])
+            lines.append(f"not in the traced forward, so high: {some} ({len(self.untraced)})")
         return "\n".join(lines)
 
 
@@ -262,5 +262,5 @@ def _rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
-def _bits(form: FloatFormat | None) -> int:
-    return 32 if form is None else form.bits
+def _bits(float_format: FloatFormat | None) -> int:
+    return 32 if float_format is None else float_format.bits

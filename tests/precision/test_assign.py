@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from memtrain.config.sources import load, options
-from memtrain.precision.assignment import Precision, assign, sizes
+from memtrain.precision.assignment import Precision, assign, group_elements
 from memtrain.precision.graph import Graph, GraphTensor
 from memtrain.precision.state import PrecisionState
 
@@ -28,7 +28,7 @@ def graph_from(groups):
 def test_the_chosen_set_is_the_shortest_prefix_of_whole_groups(groups, ratio):
     graph = graph_from(groups)
     asked = Precision(assignment="size_ordered", ratio=ratio)
-    chosen, own, total = assign(graph, asked), sizes(graph), graph.elements
+    chosen, own, total = assign(graph, asked), group_elements(graph), graph.elements
     low = {value.group for value in graph.tensors if value.name in chosen.forward}
     # whole groups, and both sides of every activation
     assert chosen.forward == {value.name for value in graph.tensors if value.group in low}

@@ -55,8 +55,10 @@ def by_hand(model, x, y, low):
         return (FP8_FORWARD if low(index) else FP16).round(tensor)
 
     def dv(index, tensor):
-        form = FP8_BACKWARD if low(index) else memtrain.precision.FloatFormat(6, 9, overflow="inf")
-        return form.round(tensor)
+        float_format = (
+            FP8_BACKWARD if low(index) else memtrain.precision.FloatFormat(6, 9, overflow="inf")
+        )
+        return float_format.round(tensor)
 
     w = [(v(i, model[2 * i].weight.detach()), v(i, model[2 * i].bias.detach())) for i in range(3)]
     a = [v(0, x)]
@@ -260,7 +262,7 @@ def test_an_op_that_the_trace_did_not_have_is_high_and_listed():
     z = model(x)
     assert torch.equal(z, FP16.round(y * 1.0009765625))
     state = memtrain.precision_state(model)
-    assert list(state.unseen) == ["(root) / mul / output"]
+    assert list(state.untraced) == ["(root) / mul / output"]
     assert "not in the traced forward, so high: (root) / mul / output (1)" in str(state)
 
 
