@@ -15,11 +15,11 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.saved.checks import Checks
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config
+from memtrain.optim.states.bitsandbytes import read_by
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.in_groups import OWN
+from memtrain.optim.states.known_optimizers import is_tested
 from memtrain.optim.states.optimizer_hooks import chain
-from memtrain.optim.states.peers import read_by
-from memtrain.optim.states.tested import is_tested
 from memtrain.optim.wrappers.apply import (
     KEEP,
     apply,

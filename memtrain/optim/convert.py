@@ -15,8 +15,8 @@ from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
 from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
+from memtrain.optim.states.known_optimizers import default_choice
 from memtrain.optim.states.optimizer_hooks import innermost
-from memtrain.optim.states.tested import default_choice
 
 FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind

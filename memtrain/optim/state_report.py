@@ -16,9 +16,9 @@ from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates, on_each
 from memtrain.optim.states.first_step import first_states
+from memtrain.optim.states.known_optimizers import default_choice
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
-from memtrain.optim.states.tested import default_choice
 
 
 def state_bytes(optimizer: Optimizer) -> int:

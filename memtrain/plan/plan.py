@@ -24,8 +24,8 @@ from memtrain.compressors.auto import Auto
 from memtrain.config.sizes import format_size
 from memtrain.config.sources import CPU, KEEP, Config, Optim, load
 from memtrain.optim.states.first_step import inner_optimizer
+from memtrain.optim.states.known_optimizers import UNTESTED, is_tested
 from memtrain.optim.states.layout import is_unsigned
-from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.weights import parse
 from memtrain.plan import file
 from memtrain.plan.predicted_bytes import (

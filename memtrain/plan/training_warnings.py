@@ -26,8 +26,8 @@ from memtrain.activations.saved.site import (
 )
 from memtrain.compressors import Keep
 from memtrain.config.sizes import format_size
+from memtrain.optim.states.known_optimizers import UNTESTED, is_tested
 from memtrain.optim.states.shards import in_zero, is_sharded
-from memtrain.optim.states.tested import UNTESTED, is_tested
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.wrapper import WeakRef

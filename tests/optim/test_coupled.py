@@ -10,8 +10,7 @@ import memtrain
 from memtrain import optim
 from memtrain.compressors import Identity
 from memtrain.optim import Choice, ReleaseGradients, compress
-from memtrain.optim.states.first_step import SEPARABLE, is_separable
-from memtrain.optim.states.tested import UNTESTED, is_tested
+from memtrain.optim.states.known_optimizers import SEPARABLE, UNTESTED, is_separable, is_tested
 from memtrain.plan.plan import make_plan
 
 

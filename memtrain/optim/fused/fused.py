@@ -40,7 +40,6 @@ from memtrain.optim.states.shards import (
     local_gradient,
     shard_of,
 )
-from memtrain.optim.states.untraced import untraced
 
 Fused = TypeVar("Fused", bound="FusedStates")
 REFUSED = {
@@ -176,7 +175,7 @@ class FusedStates(CompressedStates):
                 layout.refuse_fused_only(compressors, type(self).__name__)
 
     @torch.no_grad()
-    @untraced
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient.
 

@@ -13,7 +13,6 @@ from memtrain.optim.fused.options import check_betas, check_numbers
 from memtrain.optim.fused.payloads import real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
-from memtrain.optim.states.untraced import untraced
 
 
 class Lion(Optimizer):
@@ -60,7 +59,7 @@ class Lion(Optimizer):
         super().__init__(params, defaults)
 
     @torch.no_grad()
-    @untraced
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One update of every parameter that has a gradient.
 

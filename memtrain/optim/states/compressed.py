@@ -22,13 +22,11 @@ from memtrain.optim.states.compressed_states import (
 from memtrain.optim.states.first_step import (
     first_states,
     gradient_dtype,
-    is_separable,
     raw_step,
     state_shapes,
 )
+from memtrain.optim.states.known_optimizers import default_choice, is_separable
 from memtrain.optim.states.shards import shard_of
-from memtrain.optim.states.tested import default_choice
-from memtrain.optim.states.untraced import untraced
 
 _ZERO_IN_HALF = 2.0**-25
 """The greatest number that float16 rounds to 0."""
@@ -132,7 +130,7 @@ class CompressedOptimizer(CompressedStates):
                 layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
 
     @torch.no_grad()
-    @untraced
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of the inner optimizer, parameter by parameter.
 

@@ -11,12 +11,12 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.optim.states import in_groups, layout, optimizer_hooks, peers, rows
+from memtrain.optim.states import bitsandbytes, in_groups, layout, optimizer_hooks, rows
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import is_sharded, local, place
-from memtrain.optim.states.stall import StallWatch
+from memtrain.optim.states.stalled_weights import StalledWeights
 
 FORMAT = 1  # of compressed states
 
@@ -121,10 +121,10 @@ class CompressedStates(Optimizer):
             self.copied_hooks.attach(self)
 
     @property
-    def _watch(self) -> StallWatch:
+    def _watch(self) -> StalledWeights:
         watch = self.__dict__.get("_stall")
         if watch is None:
-            watch = self.__dict__["_stall"] = StallWatch()
+            watch = self.__dict__["_stall"] = StalledWeights()
         return watch
 
     @torch._disable_dynamo
@@ -229,7 +229,7 @@ class CompressedStates(Optimizer):
         states, plain = dict(loaded["state"]), self.plain_class().__name__
         for number, param, group in self._numbered(loaded):
             has = partial(self.plain_names, param, group)
-            values = peers.plain_states(states[number], plain, param, has)
+            values = bitsandbytes.plain_states(states[number], plain, param, has)
             states[number] = dict(values)
             for name, value in values.items():
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):

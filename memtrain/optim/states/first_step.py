@@ -6,37 +6,10 @@ from contextlib import suppress
 from typing import Any
 
 import torch
-from torch import Tensor, optim
+from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.optim.states.optimizer_hooks import chain
-
-SEPARABLE: set[type[Optimizer]] = {
-    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
-    optim.Adamax, optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
-    optim.SparseAdam,
-}  # fmt: skip
-"""Optimizers that step each parameter from its own gradient, states and options."""
-
-
-def is_separable(optimizer: Optimizer) -> bool:
-    """Whether an optimizer may step its parameters one at a time, with the same result.
-
-    torch's own classes may, and those that say so by a class attribute `separable = True`, as
-    memtrain's do. Any other may couple parameters, as Prodigy does, whose step size comes from the
-    gradients of all; a subclass of torch's may, too.
-
-    Args:
-        optimizer: Any; of one around another, the one inside counts.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> class Mine(torch.optim.SGD): ...
-        >>> is_separable(torch.optim.SGD([weight])), is_separable(Mine([weight]))
-        (True, False)
-    """
-    kind = type(chain(optimizer)[-1])
-    return kind in SEPARABLE or getattr(kind, "separable", False)
+from memtrain.optim.states.known_optimizers import SEPARABLE
 
 
 def raw_step(optimizer: Optimizer, *given: Callable[[], Any]) -> Any:

@@ -24,7 +24,6 @@ from memtrain.optim.states.compressed_states import (
 )
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.shards import is_sharded
-from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers.backward import hook_gradients, one_at_a_time
 from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
 from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
@@ -153,7 +152,7 @@ class HostStates(OptimizerWrapper):
         return self._release is not None
 
     @torch.no_grad()
-    @untraced
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Step what has a gradient, or end the step that backward has made; wait for all of it.
 

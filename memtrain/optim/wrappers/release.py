@@ -18,7 +18,6 @@ from memtrain.optim.states.compressed_states import (
     refuse_sparse,
 )
 from memtrain.optim.states.shards import local, wait_for_part
-from memtrain.optim.states.untraced import untraced
 from memtrain.optim.wrappers import late_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
@@ -150,7 +149,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._attach()
 
     @torch.no_grad()
-    @untraced
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """End the step that backward has made; where it raises, what was not applied is gone.
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.optim.states.first_step import is_separable
+from memtrain.optim.states.known_optimizers import is_separable
 from memtrain.optim.states.shards import local
 
 CLIPS = ("none", "value", "parameter", "previous", "two_pass", "global_norm")

@@ -15,11 +15,10 @@ from memtrain.optim.states.compressed_states import (
     refuse_capture,
     refuse_sparse,
 )
-from memtrain.optim.states.first_step import is_separable
 from memtrain.optim.states.in_groups import CORRECTION
+from memtrain.optim.states.known_optimizers import is_separable
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
-from memtrain.optim.states.stall import StallWatch
-from memtrain.optim.states.untraced import untraced
+from memtrain.optim.states.stalled_weights import StalledWeights
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, with_leaf
 
 
@@ -136,7 +135,7 @@ class SplitWeights(OptimizerWrapper):
         self.corrections: dict[Tensor, Tensor | None] = {}
         self._before: dict[Tensor, torch.dtype] = {}  # what each converted parameter was
         self._versions: dict[Tensor, int | None] = {}  # None: whatever comes is right
-        self._steps, self._stall = 0, StallWatch()
+        self._steps, self._stall = 0, StalledWeights()
         self._keep, frozen = set(keep), list(frozen)
         params = [p for group in inner.param_groups for p in group["params"]]
         check_unsharded(params + frozen)
@@ -148,7 +147,7 @@ class SplitWeights(OptimizerWrapper):
                 set_dtype(param, param.detach().to(self.format.dtype))
 
     @torch.no_grad()
-    @untraced
+    @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """One step of the inner optimizer, a few parameters at a time.
 

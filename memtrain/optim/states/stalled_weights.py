@@ -14,7 +14,7 @@ SAMPLE = 1024  # elements looked at
 FIRST_LOOK = 8  # steps: a schedule may warm up from nothing
 
 
-class StallWatch:
+class StalledWeights:
     """Looks at steps 8, 16, 32, ... whether the half-precision weights still move; warns once.
 
     The largest bfloat16 or float16 parameter stands for all: where no sampled element with a

@@ -1,14 +1,20 @@
-"""Optimizers whose states a preset's rules compress: a list of classes, not of states' names."""
+"""Known classes of optimizers: which step parameters one at a time, and which presets compress."""
 
 import sys
 
-from torch import Tensor
+from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Keep
 from memtrain.optim.states import layout
-from memtrain.optim.states.first_step import SEPARABLE
 from memtrain.optim.states.optimizer_hooks import chain
+
+SEPARABLE: set[type[Optimizer]] = {
+    optim.ASGD, optim.Adadelta, optim.Adafactor, optim.Adagrad, optim.Adam, optim.AdamW,
+    optim.Adamax, optim.Muon, optim.NAdam, optim.RAdam, optim.RMSprop, optim.Rprop, optim.SGD,
+    optim.SparseAdam,
+}  # fmt: skip
+"""Optimizers that step each parameter from its own gradient, states and options."""
 
 OF_OTHERS = frozenset({
     "memtrain.optim.fused.lion.Lion",
@@ -20,6 +26,27 @@ OF_OTHERS = frozenset({
 })  # fmt: skip
 """Module and name of tested classes that are not torch's, which need not be installed."""
 UNTESTED = Keep("memtrain does not know this optimizer; optim.exceptions that match it compress it")
+
+
+def is_separable(optimizer: Optimizer) -> bool:
+    """Whether an optimizer may step its parameters one at a time, with the same result.
+
+    torch's own classes may, and those that say so by a class attribute `separable = True`, as
+    memtrain's do. Any other may couple parameters, as Prodigy does, whose step size comes from the
+    gradients of all; a subclass of torch's may, too.
+
+    Args:
+        optimizer: Any; of one around another, the one inside counts.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> class Mine(torch.optim.SGD): ...
+        >>> is_separable(torch.optim.SGD([weight])), is_separable(Mine([weight]))
+        (True, False)
+    """
+    kind = type(chain(optimizer)[-1])
+    return kind in SEPARABLE or getattr(kind, "separable", False)
 
 
 def is_tested(optimizer: Optimizer) -> bool:
