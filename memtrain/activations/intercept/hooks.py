@@ -342,17 +342,14 @@ class Interception:
 
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
         # A submodule called on its own may be given what another one made: not the user's to keep.
-        given = [
-            x
-            for x in tree_leaves(inputs)
-            if isinstance(x, Tensor) and (x.grad_fn is None or module is self._model())
-        ]
+        tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
+        given = [x for x in tensors if x.grad_fn is None or module is self._model()]
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step):
             self.record_again()
         own = [*self.model.parameters(), *self.model.buffers()]
         self.trained = [*map(id, [x for x in own if x.requires_grad])]
-        self.saved.begin(own, given, record=name not in self._recorded)
+        self.saved.begin(own, given, record=name not in self._recorded, given=tensors)
         model = self._model()
         is_copy = model is not None and model.get_submodule(name) is not module
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()

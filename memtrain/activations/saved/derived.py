@@ -208,8 +208,11 @@ class DerivedOutputs:
         """The number of the node whose output a node views or casts, and whether it is a cast."""
         was_cast = False
         for _ in range(_STEPS):
-            if node is None or (number := node._sequence_nr()) in self._outputs:
-                return (-1 if node is None else number), was_cast
+            if node is None:
+                break
+            number = node._sequence_nr()
+            if number in self._outputs:  # another thread's node may have the number of a norm's
+                return (number if self._norms.get(number, node) is node else -1), was_cast
             if type(node) not in CASTS | VIEWS:
                 break
             was_cast |= type(node) in CASTS

@@ -1,6 +1,6 @@
 """Read the saved tensors of autograd nodes, and register hooks on them."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -18,12 +18,22 @@ def is_function(node: type) -> bool:
     return issubclass(node, torch.autograd.function.BackwardCFunction)
 
 
-def nodes_since(mark: int, results: Sequence[Any]) -> list[Any]:
+def nodes_since(
+    mark: int,
+    results: Sequence[Any],
+    first: int,
+    given: Container[int],
+    on_others: Callable[[], None],
+) -> list[Any]:
     """Return the nodes that an op has made, as they were made.
 
     Args:
         mark: The number of the first node that counts.
         results: Of the op.
+        first: The number of the forward's first node.
+        given: Numbers of nodes from before the forward.
+        on_others: Called if a result depends on a node that is not the forward's, and not given: an
+            earlier forward's, or another thread's, whose nodes have numbers of their own.
     """
     nodes = [x.grad_fn for x in results if isinstance(x, Tensor)]
     new: dict[int, Any] = {}
@@ -35,6 +45,8 @@ def nodes_since(mark: int, results: Sequence[Any]) -> list[Any]:
         if mark <= number != LEAF and number not in new:
             new[number] = node
             nodes += [above for above, _ in node.next_functions]
+        elif number < first and number not in given:
+            on_others()
     return [*new.values()] if len(new) < 2 else [new[number] for number in sorted(new)]
 
 

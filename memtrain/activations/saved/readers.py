@@ -36,6 +36,11 @@ class _Result:
         """Whether a copy of its elements is alive."""
         return not all(copy.expired() for copy in self.copies)
 
+    @property
+    def is_held(self) -> bool:
+        """Whether it, or a copy of its elements, is alive."""
+        return self.has_copies or not self._storage.reference.expired()
+
     def save(self, *, compress: bool) -> None:
         """Save the result, if that was not done; undo a compression by a kept tensor."""
         save, self._save = self._save, None
@@ -55,7 +60,8 @@ class Readers:
 
     A result is compressed when an op that allows it has read it and no copy of its elements (by a
     dropout or a cast) is alive. If a later op reads the result
-    and is not listed, the result is kept after all. A later copy has the same effect.
+    and is not listed, the result is kept after all. A later copy has the same effect, and so has a
+    result or copy that is alive when the forward ends.
     """
 
     def __init__(self) -> None:
@@ -122,13 +128,21 @@ class Readers:
         self._allowed = [found for found in self._allowed if not found.is_saved]
 
     def end(self) -> None:
-        """Compress the results whose readers all allow it; keep those that nothing has read."""
+        """End the forward: compress the results that allowed ops have read, and that are gone.
+
+        A result that is alive, as one that a model stores in an attribute, may be read later.
+        """
         for found in self._allowed:
-            found.save(compress=True)
+            found.save(compress=not found.is_held)
         for found in self.results.values():
-            if not found.is_saved:
+            if not found.is_saved or found.is_held:
                 found.save(compress=False)
         self.results, self._allowed = {}, []
+
+    def keep_all(self) -> None:
+        """Keep the results so far: ops that were not visited may have read them."""
+        for found in self.results.values():
+            found.save(compress=False)
 
 
 def _scales(node: Any) -> bool:

@@ -102,6 +102,8 @@ class SavedTensors:
         """The fused attention whose node is visited now, if it is one."""
         self._hooked = False
         self._mark = 0  # nodes made before have been visited, or are not this forward's
+        self._first = 0  # number of the forward's first node
+        self._given: set[int] = set()  # numbers of nodes from before, of what the forward is given
         self._calls: dict[Site, int] = {}
         self.records: Records | None = None
         """Of this forward, where it is recorded."""
@@ -115,13 +117,21 @@ class SavedTensors:
         vars(self).update(state, _numbers={}, saw_hooks=False, checks=None)
         self._reset()
 
-    def begin(self, own: Sequence[Tensor], inputs: Sequence[Tensor], *, record: bool) -> None:
+    def begin(
+        self,
+        own: Sequence[Tensor],
+        inputs: Sequence[Tensor],
+        *,
+        record: bool,
+        given: Sequence[Tensor] = (),
+    ) -> None:
         """Start a forward pass.
 
         Args:
             own: Parameters and buffers, which are never compressed.
             inputs: The user's own inputs of the model, which stay alive anyway.
             record: Whether to record what is saved.
+            given: All inputs of the forward.
         """
         self._reset()
         if self.checks is not None and not self.checks.begin():
@@ -133,7 +143,17 @@ class SavedTensors:
         self._inputs = {storage_id(x) for x in inputs}
         self.records = Records(self._inputs) if record else None
         self.saw_hooks = False
-        self._mark = _get_sequence_nr()
+        self._mark = self._first = _get_sequence_nr()
+        nodes = [x.grad_fn for x in (*own, *given)]
+        self._given = {node._sequence_nr() for node in nodes if node is not None}
+
+    def _distrust(self) -> None:
+        """Reuse no payload made so far, and keep the results that wait for their readers.
+
+        The ops of another thread, which are not visited, may have read or written to any tensor.
+        """
+        self.readers.keep_all()
+        self.store.expose_all()
 
     def end(self, output: Sequence[Tensor] = ()) -> list[Record] | None:
         """End a forward pass; payloads live on in the graph, and only there.
@@ -193,7 +213,9 @@ class SavedTensors:
             if hooked:
                 self.skip()
             return
-        new = node_tensors.nodes_since(self._mark, results)
+        new = node_tensors.nodes_since(
+            self._mark, results, self._first, self._given, self._distrust
+        )
         for node in new:
             if waiting:
                 self.readers.visit(node)

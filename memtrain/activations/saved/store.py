@@ -159,6 +159,11 @@ class Store:
             known = self._storages[number] = Storage(x)
         return known
 
+    def expose_all(self) -> None:
+        """Invalidate the cached payloads of every storage."""
+        for storage in self._storages.values():
+            storage.epoch += 1
+
 
 def tensor_of(packed: Packed, compressor: Compressor, layout: Layout | None) -> Tensor:
     """Return the tensor of a payload, in its shape and memory order.

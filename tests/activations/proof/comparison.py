@@ -5,6 +5,7 @@ rounding is the exact gradient, within its confidence interval; or neither, and 
 """
 
 import copy
+import threading
 import warnings
 from functools import cache
 from typing import NamedTuple
@@ -271,3 +272,12 @@ def parameter_gradients(model, x, loss=None):
 
 def twin(model):
     return copy.deepcopy(model)
+
+
+def in_thread(function, x):
+    """Call a function in a thread of its own."""
+    out = []
+    thread = threading.Thread(target=lambda: out.append(function(x)))
+    thread.start()
+    thread.join()
+    return out[0]

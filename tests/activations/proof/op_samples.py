@@ -17,7 +17,7 @@ ENOUGH = 1024
 """Elements of the largest tensor of an enlarged sample."""
 MOST = 2**16
 """Elements of all tensors of an enlarged sample."""
-GROWING = ("cartesian_prod", "combinations", "block_diag", "tensor_split")
+GROWING = ("block_diag", "broadcast_tensors", "cartesian_prod", "combinations", "tensor_split")
 """Ops whose result grows with a power of their inputs' sizes: their samples stay small."""
 
 

@@ -9,6 +9,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
+from tests.activations.proof.comparison import in_thread
 
 GROUP = Group(bits=8, bounds="fp32")
 
@@ -231,4 +232,35 @@ def test_a_weight_changed_before_the_backward_raises_as_plain_torch_does():
         model.norm.weight.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
+    interception.detach()
+
+
+def test_another_threads_tensor_is_not_taken_for_a_norms_output():
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+            self.last = nn.Linear(64, 64, dtype=torch.float64)
+
+        def forward(self, x):
+            h = self.first(x)
+            n = self.norm(h)
+
+            def double(h):
+                """Of the same number as the norm: each thread counts its own nodes."""
+                one = torch.ones(1, requires_grad=True)
+                while (one * 1).grad_fn._sequence_nr() < n.grad_fn._sequence_nr() - 1:
+                    pass
+                y = h * 2
+                assert y.grad_fn._sequence_nr() == n.grad_fn._sequence_nr()
+                return y
+
+            return n + self.last(in_thread(double, h).double())
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(64, 64)
+    exact = gradients(model, x)
+    interception = attached(model, lambda site: GROUP)
+    for mine, plain in zip(gradients(model, x), exact, strict=True):
+        torch.testing.assert_close(mine, plain, rtol=0, atol=0.02 * float(plain.abs().max()))
     interception.detach()

@@ -8,7 +8,14 @@ import torch.nn.functional as F
 from torch import nn
 
 from memtrain.config.sources import load
-from tests.activations.proof.comparison import flat, parameter_gradients, twin, unbiased, wrapped
+from tests.activations.proof.comparison import (
+    flat,
+    in_thread,
+    parameter_gradients,
+    twin,
+    unbiased,
+    wrapped,
+)
 
 TWO_BITS = load(
     {
@@ -69,6 +76,21 @@ class Chain(nn.Module):
 def test_a_tensor_that_multiplies_twice_has_an_unbiased_gradient(seed):
     torch.manual_seed(seed)
     model, x = Chain(seed), torch.randn(32, 32)
+    exact = flat(parameter_gradients(twin(model), x).grads)
+    mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
+    right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)
+    assert right, found
+
+
+class ThroughThread(nn.Linear):
+    def forward(self, x):
+        h = super().forward(x)
+        return in_thread(lambda squared: 2 * squared, h * h) * h
+
+
+def test_factors_that_meet_through_another_thread_have_independent_payloads():
+    torch.manual_seed(0)
+    model, x = ThroughThread(32, 32), torch.randn(32, 32)
     exact = flat(parameter_gradients(twin(model), x).grads)
     mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
     right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)

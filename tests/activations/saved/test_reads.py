@@ -8,6 +8,7 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.activations.saved.store import Entry
+from tests.activations.proof.comparison import in_thread
 
 OPS = {
     "attention": lambda h: F.scaled_dot_product_attention(*[h.view(4, 1, 16, 64)] * 3),
@@ -65,9 +66,6 @@ CASES = [
 
 @pytest.mark.parametrize(("behind", "order", "checkpointed"), CASES)
 def test_a_softmax_that_a_logarithm_reads_too_is_kept(behind, order, checkpointed):
-    def logarithm(p):
-        return torch.log(p + 1e-6).mean()
-
     class Attention(nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,7 +77,7 @@ def test_a_softmax_that_a_logarithm_reads_too_is_kept(behind, order, checkpointe
             p = BEHIND[behind](p)
             y = y + (p @ x).sum() if order == "product first" else y
             z = checkpoint(logarithm, p, use_reentrant=False) if checkpointed else logarithm(p)
-            return y + z + ((p @ x).sum() if order == "logarithm first" else 0.0)
+            return y + z.mean() + ((p @ x).sum() if order == "logarithm first" else 0.0)
 
     torch.manual_seed(0)
     model, x = Attention(), torch.randn(64, 64)
@@ -92,6 +90,52 @@ def test_a_softmax_that_a_logarithm_reads_too_is_kept(behind, order, checkpointe
     torch.set_rng_state(state)
     model(x).backward()
     assert torch.equal(model.scores.weight.grad, exact)
+
+
+def logarithm(p):
+    return torch.log(p + 1e-6)
+
+
+LATE = {
+    "an attribute": lambda p: p,
+    "an attribute's view": lambda p: p.view(-1)[:2048],
+    "an attribute's dropout": lambda p: F.dropout(p, 0.5),
+}
+ELSEWHERE = {
+    "a logarithm": lambda p: in_thread(logarithm, p),
+    "a root": lambda p: in_thread(torch.sqrt, p * 1),
+    "a root of a copy": lambda p: in_thread(torch.sqrt, copied(p)),
+}
+
+
+@pytest.mark.parametrize("name", [*LATE, *ELSEWHERE])
+@pytest.mark.parametrize("form", [torch.softmax, lambda x, dim: torch.exp(x)])
+def test_a_result_that_is_read_where_no_mode_sees_it_is_kept(name, form):
+    class Attention(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scores = nn.Linear(64, 64)
+
+        def forward(self, x):
+            p = form(3 * self.scores(x), -1)
+            if name in ELSEWHERE:
+                return p @ x + ELSEWHERE[name](p).sum()
+            self.weights = LATE[name](p)
+            return (p if self.weights.dim() == 1 else self.weights) @ x
+
+    def gradient(model):
+        torch.manual_seed(1)
+        y = model(torch.randn(64, 64)).sum()
+        loss = y if name in ELSEWHERE else y + logarithm(model.weights).mean()
+        return torch.autograd.grad(loss, model.scores.weight)[0]
+
+    torch.manual_seed(0)
+    model = Attention()
+    exact = gradient(model)
+    model.weights = None
+    cfg = ["preset=activations_only", "activations.min_elements=0"]
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
+    assert torch.equal(gradient(model), exact)
 
 
 def test_the_dropout_of_attention_is_saved_in_bits():
