@@ -1,4 +1,4 @@
-"""What `wrap` refuses, before anything is changed."""
+"""Checks of the arguments of `wrap`, before anything is changed."""
 
 from collections.abc import Sequence
 
@@ -7,8 +7,9 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from memtrain.config.sources import Config
+from memtrain.optim.states.compressed import refuse
 from memtrain.optim.states.compressed_states import is_taken_over
-from memtrain.optim.states.optimizer_hooks import chain
+from memtrain.optim.states.optimizer_hooks import chain, innermost
 from memtrain.optim.states.shards import in_zero
 from memtrain.optim.wrappers.apply import CPU, KEEP
 from memtrain.optim.wrappers.release_checks import check_separable
@@ -17,22 +18,27 @@ from memtrain.wrapped import ATTRIBUTE, is_wrapped_with, wrapped_of
 
 
 def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise for models and optimizers that `wrap` does not take.
+    """Raise for models and optimizers that `wrap` does not accept.
 
     Args:
-        model: What is wrapped, as a module of its own.
-        optimizers: All of its optimizers.
+        model: The model; of a compiled one, the module inside.
+        optimizers: All optimizers of the model.
 
     Raises:
-        TypeError: If one of them is of another type.
-        ValueError: If they do not belong together, or are wrapped already.
+        TypeError: For an argument of another type.
+        ValueError: If model and optimizers do not belong together, or are wrapped already.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"model is a {type(model).__name__}; it must be a torch.nn.Module")
+        raise TypeError(
+            f"model is of type {type(model).__name__}; allowed: wrap(model, optimizer) with a "
+            "torch.nn.Module, or a list of them"
+        )
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
-            kind = type(optimizer).__name__
-            raise TypeError(f"optimizer is a {kind}, not a torch.optim.Optimizer")
+            raise TypeError(
+                f"optimizer is of type {type(optimizer).__name__}; allowed: None, or a "
+                "torch.optim.Optimizer such as AdamW(model.parameters()), or a list of them"
+            )
     for name, module in model.named_modules():
         if name and hasattr(module, ATTRIBUTE):
             raise ValueError(
@@ -85,11 +91,15 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 
 
 def check_requests(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise ValueError for what a plan asks of optimizers that they cannot do.
+    """Raise for a plan that the optimizers do not support.
 
     Args:
-        optimizers: All that are given.
-        plan: Their plan.
+        optimizers: All optimizers of the model.
+        plan: The plan.
+
+    Raises:
+        ValueError: For a plan that changes more than these optimizers allow.
+        TypeError: For an optimizer that cannot have compressed states.
     """
     config = plan.config
     requests = {
@@ -110,6 +120,8 @@ def check_requests(optimizers: Sequence[Optimizer], plan: Plan) -> None:
             "scale decides for all; allowed: one optimizer, or precision=none"
         )
     for optimizer in optimizers:
+        if plan.state_rules:
+            refuse(innermost(optimizer))
         _check_optimizer(optimizer, config)
 
 

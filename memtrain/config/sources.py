@@ -86,7 +86,12 @@ def load(cfg: "str | Path | Sequence[str] | Mapping[str, Any] | Config | None") 
     if isinstance(cfg, Mapping):
         return _merge_over_preset(OmegaConf.create(dict(cfg)))
     if isinstance(cfg, Sequence | ListConfig):
-        composed = compose([str(item) for item in cfg])
+        overrides = [str(item) for item in cfg]
+        for item in overrides:
+            if "=" not in item and not item.startswith("~"):
+                hint = f"did you mean 'preset={item}'? " if item in options("preset") else ""
+                raise ValueError(f"override {item!r} has no '='; {hint}allowed: key=value")
+        composed = compose(overrides)
         check_keys(composed, Config)  # `+key=value` adds any key
         return from_mapping(composed)
     raise TypeError(

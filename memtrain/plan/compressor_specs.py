@@ -15,6 +15,7 @@ from memtrain.config.sources import KEEP, nearest
 
 RULE_KEEPS = Keep("its rule says keep")
 AUTO = "auto"
+_EXAMPLES = "keep, identity, B128/DE, {name: group, bits: 4} ..."
 
 
 def build_compressor(spec: object, *, signed: bool = True) -> Compressor | Keep:
@@ -48,7 +49,10 @@ def build_compressor(spec: object, *, signed: bool = True) -> Compressor | Keep:
     if isinstance(spec, Compressor):
         return spec
     if not isinstance(spec, Mapping) or "name" not in spec:
-        raise TypeError(f"compressor {spec!r} is neither a name nor a mapping with a 'name'")
+        raise TypeError(
+            f"compressor {spec!r} is neither a name nor a mapping with a 'name'; "
+            f"allowed: {_EXAMPLES}"
+        )
     values = dict(spec)
     name = str(values.pop("name"))
     if "inner" in values:

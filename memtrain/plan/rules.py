@@ -143,7 +143,7 @@ def activation_rules(config: Activations, modules: Sequence[str]) -> Rules:
         ValueError: For an exception, a plan file's site or a recomputed module that the model does
             not have, and for a compressor that rules may not name.
     """
-    _check_exceptions(config.exceptions, "module", modules)
+    _check_exceptions(config.exceptions, "activations", "module", modules)
     recompute_inputs(config)
     sites = {site: Site.parse(site) for site in config.sites}
     unknown = [name for name, site in sites.items() if site.module not in modules]
@@ -186,7 +186,7 @@ def state_rules(config: Optim, parameters: Sequence[str]) -> Rules:
         ValueError: For an exception or a plan file's site whose parameter does not exist, and for a
             compressor that cannot store a state.
     """
-    _check_exceptions(config.exceptions, "parameter", parameters)
+    _check_exceptions(config.exceptions, "optim", "parameter", parameters)
     unknown = [site for site in config.sites if state_site(site)[0] not in parameters]
     raise_missing(unknown, "the model has no such parameters")
     rules = Rules(config)
@@ -216,11 +216,11 @@ def raise_missing(sites: Sequence[str], why: str) -> None:
         )
 
 
-def _check_exceptions(rules: Sequence[Any], what: str, names: Sequence[str]) -> None:
+def _check_exceptions(rules: Sequence[Any], part: str, what: str, names: Sequence[str]) -> None:
     for index, rule in enumerate(rules):
         for pattern in str(getattr(rule, what)).split("|"):
             if not any(fnmatchcase(name, pattern) for name in names):
                 raise ValueError(
-                    f"exceptions[{index}].{what}={pattern!r} matches no {what} of the model; "
-                    f"{nearest(pattern, names)[:500]}"
+                    f"{part}.exceptions.{index}.{what}={pattern!r} matches no {what} of the model; "
+                    f"{nearest(pattern, [name for name in names if name])[:500]}"
                 )

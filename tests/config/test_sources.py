@@ -79,6 +79,7 @@ def test_a_compressor_that_is_named_replaces_the_presets():
 MISTAKES = {
     "preset": ("smalest", ValueError, "did you mean 'smallest'"),
     "preset_override": (["preset=foo"], ValueError, "unknown preset 'foo'; allowed: activ"),
+    "no_key": (["exact"], ValueError, "'exact' has no '='; did you mean 'preset=exact'. allowed"),
     "preset_key": ({"preset": "exac"}, ValueError, "did you mean 'exact'"),
     "override_key": (["activation.min_elements=3"], ValueError, "activations.min_elements"),
     "dict_key": ({"sed": 3}, ValueError, "unknown key 'sed'; did you mean 'seed'"),
