@@ -5,6 +5,7 @@ import json
 import sys
 
 import sharded
+import sharded_checkpoints
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -181,6 +182,7 @@ SCENARIOS = [
     fsdp_split,
     parts_of_a_whole,
     *sharded.SCENARIOS,
+    *sharded_checkpoints.SCENARIOS,
 ]
 
 
@@ -190,11 +192,11 @@ def run(scenario, rank, world):
 
 
 def main(rank, world, path, name="", directory=""):
-    """All scenarios, or one of `sharded` that works on a directory."""
+    """All scenarios, or one of `sharded_checkpoints` that works on a directory."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world)
     if name:
-        found = getattr(sharded, name)(rank, world, directory)
+        found = getattr(sharded_checkpoints, name)(rank, world, directory)
     else:
         found = {scenario.__name__: run(scenario, rank, world) for scenario in SCENARIOS}
     dist.barrier()
