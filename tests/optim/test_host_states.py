@@ -16,6 +16,7 @@ from memtrain.compressors import Identity
 from memtrain.config.sources import load
 from memtrain.optim.wrappers import accumulate
 from memtrain.optim.wrappers.host_copies import CudaCopies
+from memtrain.optim.wrappers.host_parameters import check_whole
 from memtrain.optim.wrappers.host_states import HostStates
 from tests.compressors import test_host
 
@@ -252,23 +253,20 @@ def test_copies_of_an_optimizer_go_on_by_themselves():
     assert all(map(torch.equal, again[0].parameters(), here[0].parameters()))
 
 
-@pytest.mark.filterwarnings("ignore:.* are in no group of the optimizer")  # until they are added
 def test_groups_and_schedules_are_those_of_the_device():
     def trained(cfg):
         model = make()
         params = list(model.parameters())
-        plain = torch.optim.AdamW(params[:2], lr=1e-2)
+        more = {"params": params[2:], "lr": 3e-3, "weight_decay": 0.1}
+        plain = torch.optim.AdamW([{"params": params[:2]}, more], lr=1e-2)
         scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
         model, optimizer = memtrain.wrap(model, plain, config(*cfg))
         train(model, optimizer, range(2), between=lambda: None)
         scheduler.step()
-        optimizer.add_param_group({"params": params[2:], "lr": 3e-3, "weight_decay": 0.1})
         optimizer.param_groups[0]["weight_decay"] = 0.3
         train(model, optimizer, range(2, 4))
         assert optimizer.param_groups[0]["lr"] == 5e-3
         assert [p for g in optimizer.param_groups for p in g["params"]] == params
-        with pytest.raises(ValueError, match="more than one"):
-            optimizer.add_param_group({"params": params[0]})
         train(model, optimizer, range(4, 5))
         return model, optimizer
 
@@ -347,11 +345,18 @@ def test_what_the_host_cannot_take_is_refused_by_name():
 
 
 def test_sharded_parameters_are_refused():
-    _, optimizer = wrapped(released(*ON_HOST))
     part = nn.Parameter(torch.ones(4))
     part._local_tensor = torch.ones(2)  # as a DTensor has it
     with pytest.raises(ValueError, match=r"sharded parameter .*allowed for it: optim.device=keep"):
-        optimizer.add_param_group({"params": part})
+        check_whole([part])
+
+
+@pytest.mark.parametrize("cfg", [released(), KEPT], ids=str)
+def test_a_group_after_wrap_is_refused(cfg):
+    _, optimizer = wrapped([*cfg, *ON_HOST])
+    with pytest.raises(RuntimeError, match=r"add the group before memtrain\.wrap"):
+        optimizer.add_param_group({"params": nn.Parameter(torch.ones(4))})
+    assert len(optimizer.param_groups) == 1
 
 
 def test_a_grad_scaler_skips_steps_of_kept_gradients():

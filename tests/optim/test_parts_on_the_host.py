@@ -21,7 +21,7 @@ from memtrain.optim import (
 )
 from memtrain.optim.states import shards
 from memtrain.optim.states.shards import local, place, wait_for_part
-from memtrain.optim.wrappers.late_norms import norm_of
+from memtrain.optim.wrappers.gradient_norms import norm_of
 
 pytestmark = pytest.mark.skipif(
     not torch.distributed.is_available(), reason="this torch has no torch.distributed"

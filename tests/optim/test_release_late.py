@@ -12,7 +12,7 @@ from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import uploads
 from memtrain.optim import AdamW4bit
 from memtrain.optim.fused.sgd import SGD4bit
-from memtrain.optim.wrappers import late_norms
+from memtrain.optim.wrappers import gradient_norms
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 
@@ -132,7 +132,7 @@ def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, c
     kernels = "reference" if inner == "plain" else "triton"
     with backend(kernels):
         train(*theirs, before, bad)
-        monkeypatch.setattr(late_norms, "is_late", lambda norm: True)
+        monkeypatch.setattr(gradient_norms, "stays_pending", lambda norm: True)
         train(*ours, reads, bad)
     assert equal([*reported(*ours)], [*reported(*theirs)])
     closed = options == "two_pass"
@@ -149,11 +149,11 @@ def test_norms_of_16_bit_gradients_are_added_up_in_pieces(monkeypatch, shape):
     """Integers: each piece's sum of squares is exact, its root and their sum's are rounded."""
     grad = torch.randint(-9, 10, shape, generator=torch.Generator().manual_seed(0)).bfloat16()
     exact = float(grad.double().norm())
-    monkeypatch.setattr(late_norms, "PIECE", 64)
+    monkeypatch.setattr(gradient_norms, "PIECE", 64)
     for own in (grad, grad.mT.contiguous().mT if grad.dim() > 1 else grad):
-        assert late_norms.norm_of(own) == pytest.approx(exact, rel=4 * 2**-24)
+        assert gradient_norms.norm_of(own) == pytest.approx(exact, rel=4 * 2**-24)
     grad.view(-1)[-1] = torch.inf
-    assert late_norms.norm_of(grad) == torch.inf
+    assert gradient_norms.norm_of(grad) == torch.inf
 
 
 def test_a_16_bit_gradients_norm_takes_no_copy_of_it():

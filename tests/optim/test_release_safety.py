@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.optim import AdamW4bit
-from memtrain.optim.wrappers.host_copies import HostCopies
-from memtrain.optim.wrappers.host_states import IN_FLIGHT, HostStates
+from memtrain.optim.wrappers.host_copies import IN_FLIGHT, HostCopies
+from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 

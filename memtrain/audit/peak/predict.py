@@ -145,7 +145,7 @@ def _recorded(
             group |= {"capturable": False} if "capturable" in group else {}
     if on_cuda and isinstance(optimizer, HostStates):
         copies = DelayedCopies()
-        optimizer.copies = lambda param: copies
+        optimizer.host.copies = lambda param: copies
     recorder = partial(
         StorageRecorder, model, fake=True, corrections=cuda.CudaForms if on_cuda else nullcontext
     )

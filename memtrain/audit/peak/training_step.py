@@ -215,7 +215,7 @@ def _held_weights(optimizer: Any) -> list[Tensor]:
     while optimizer is not None:
         if isinstance(optimizer, HostStates):
             params = (p for group in optimizer.param_groups for p in group["params"])
-            found += [leaf for p in params if (leaf := optimizer.leaf(p)) is not None]
+            found += [leaf for p in params if (leaf := optimizer.host.leaves.get(p)) is not None]
         if isinstance(optimizer, SplitWeights):
             found += [x for x in optimizer.corrections.values() if x is not None]
         optimizer = getattr(optimizer, "inner", None)

@@ -1,7 +1,10 @@
 """Copies between a device and host memory, beside the work of both."""
 
 from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
+from threading import BoundedSemaphore
 from typing import Any
 
 import torch
@@ -9,6 +12,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
+
+IN_FLIGHT = 4
+"""Gradients on their way to their step: a backward waits for a slower host."""
 
 
 class HostCopies:
@@ -83,6 +89,43 @@ class CudaCopies(HostCopies):
         """As `HostCopies.join`."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
         self._in_flight.clear()
+
+
+class HostWorker:
+    """A thread that steps parameters on the host while the device works on."""
+
+    def __init__(self) -> None:
+        self._room = BoundedSemaphore(IN_FLIGHT)
+        self._thread = ThreadPoolExecutor(1, "memtrain-host-states")  # starts with its first job
+        self._jobs: list[Future[None]] = []
+
+    def submit(self, send: Callable[[], Any], step: Callable[[Any], None]) -> None:
+        """Send a gradient now, and step with it in the thread.
+
+        Args:
+            send: Starts the gradient's copy to the host.
+            step: Called with the result of `send`.
+        """
+        room = self._room
+        room.acquire()
+        try:
+            job = self._thread.submit(step, send())
+        except BaseException:
+            room.release()
+            raise
+        job.add_done_callback(lambda _: room.release())
+        self._jobs.append(job)
+
+    def wait(self) -> None:
+        """Wait until all is stepped; errors stay for `finish`."""
+        wait(self._jobs)
+
+    def finish(self, *, drop_errors: bool = False) -> None:
+        """Wait until all is stepped, and raise the first error of a step."""
+        jobs, self._jobs = self._jobs, []
+        errors = [error for job in jobs if (error := job.exception()) is not None]
+        if errors and not drop_errors:
+            raise errors[0]
 
 
 class DelayedCopies(HostCopies):

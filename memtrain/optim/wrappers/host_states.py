@@ -1,16 +1,13 @@
 """Optimizer states in host memory: gradients go there, weights are stepped and come back."""
 
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from functools import partial
-from threading import BoundedSemaphore, RLock
+from threading import RLock
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
@@ -23,19 +20,12 @@ from memtrain.optim.states.compressed_states import (
     refuse_sparse,
 )
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.wrappers.backward import hook_gradients, one_at_a_time
-from memtrain.optim.wrappers.host_copies import HostCopies, copies_of
-from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
+from memtrain.optim.wrappers.host_copies import HostCopies, HostWorker, copies_of
+from memtrain.optim.wrappers.host_parameters import HostParameters, Sent, check_whole
 from memtrain.optim.wrappers.release import ReleaseGradients, refuse_scaler
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
-from memtrain.optim.wrappers.wrapper import OptimizerWrapper, WeakRef
-
-IN_FLIGHT = 4
-"""Gradients on their way to their step: a backward waits where the host is slower than that."""
-
-Written = tuple[Tensor, int]
-"""A weight that something else has written, on its way to the host, and its version."""
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper
 
 Build = Callable[[CompressedStates, Mapping[Tensor, Tensor]], Optimizer]
 
@@ -95,19 +85,18 @@ class HostStates(OptimizerWrapper):
         check_whole(params)
         self.before: Callable[[], bool] | None = None
         """Called before updates, until it returns True."""
-        self.copies = copies
-        """How a parameter's values travel."""
         self._compressed = compressed
         self._groups: list[dict[str, Any]] = compressed.param_groups
-        self._leaves: dict[Tensor, nn.Parameter] = {}
-        self._versions: dict[Tensor, int] = {}
+        self.host = HostParameters(copies)
+        """The parameters' copies in host memory."""
+        self._leaves = self.host.leaves
         self._start()
-        self._add_leaves(params)
-        compressed.param_groups = [self._on_host(group) for group in self._groups]
+        self.host.add(params)
+        compressed.param_groups = [self.host.group(group) for group in self._groups]
         states = [(p, compressed.state.pop(p)) for p in params if p in compressed.state]
         compressed.state.update((self._leaves[p], _moved(own, "cpu")) for p, own in states)
         super().__init__(build(compressed, self._leaves))
-        self._finish_leaves(params)
+        self.host.finish(params)
         self._attach()
 
     @property
@@ -123,7 +112,7 @@ class HostStates(OptimizerWrapper):
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Parameter -> its states, which are on the host; to be read."""
-        self._drain()
+        self._worker.finish()
         states = self.inner.state
         return MappingProxyType(
             {p: states[leaf] for p, leaf in self._leaves.items() if leaf in states}
@@ -174,21 +163,28 @@ class HostStates(OptimizerWrapper):
             refuse_scaler(self)
         self.refuse_replaced(self._leaves)
         self._begin()
-        given = [partial(self._closed, closure)] if closure is not None else []
+        arguments = [partial(self._closed, closure)] if closure is not None else []
         try:
             if closure is None:
                 self._gather()
             with host_work():
-                loss = raw_step(self.inner, *given)
+                loss = raw_step(self.inner, *arguments)
         except BaseException:
-            self._forget_step()
+            self._worker.finish(drop_errors=True)
+            if self._release is not None:
+                self._release.forget_step()
             raise
         finally:
-            self._end_step()
+            for leaf in self._leaves.values():
+                if self._release is None and leaf.grad is not None:
+                    self.host.send_back(leaf)
+                leaf.grad = None
+            self.host.join()
+            self._begun = False
         if self._release is not None:
             for param in self._leaves:
                 param.grad = None
-        _take_options(self.inner.param_groups, self._groups)
+        _copy_options(self.inner.param_groups, self._groups)
         self._attach()
         self.notify_schedulers()
         return loss
@@ -204,15 +200,14 @@ class HostStates(OptimizerWrapper):
             RuntimeError: Whatever the optimizer inside raised in the backward before.
         """
         try:
-            self._drain()
+            self._worker.finish()
         finally:
-            self._join()
+            self.host.join()
             super().zero_grad(set_to_none)
             release = self._release
             if release is not None:
                 release.zero_grad()
-                self._arrived.clear()
-                self._begun = self._begun and release.has_applied
+                self._begun = self._begun and any(map(release.has_updated, self._leaves.values()))
 
     @torch.no_grad()
     @one_at_a_time
@@ -226,46 +221,25 @@ class HostStates(OptimizerWrapper):
         if self.before is not None and self.before():
             self.before = None
         self._begin()
-        copies, stays = self.copies(param), self._watches(param, release)
-        if copies.beside:
-            self._room.acquire()
+        stays = False
         try:
-            work = partial(self._take, param, *self._sent(param, grad))
-        except BaseException:
-            if copies.beside:
-                self._room.release()
-            raise
+            send, step = partial(self.host.send, param, grad), partial(self._step_released, param)
+            if self.host.copies(param).beside:
+                self._worker.submit(send, step)
+            else:
+                step(send())
+            stays = release.late_changes.keeps(param, grad)
         finally:
-            param.grad = grad if stays else None
-        if stays:
-            self._kept_gradient = KeptGradient(param, grad, grad._version)
-        if not copies.beside:
-            work()
-            return
-        self._jobs.append(self._worker.submit(self._beside, work))
+            if not stays:
+                param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group by the inner optimizer's own rules; its states are on the host."""
-        if "_inner_step" not in vars(self):
-            return
-        self._drain()
-        params = param_group["params"]
-        params = [params] if isinstance(params, Tensor) else list(params)
-        check_whole(params)
-        taken = [p for p in params if p in self._leaves]
-        if taken:
-            raise ValueError("some parameters appear in more than one parameter group")
-        self._add_leaves(params)
-        try:
-            with self._original_on_host():
-                self.inner.add_param_group(self._on_host({**param_group, "params": params}))
-        except BaseException:
-            for param in params:
-                del self._leaves[param]
-            raise
-        self._groups.append({**self.inner.param_groups[-1], "params": params})
-        self._finish_leaves(params)
-        self._attach()
+        """Raise RuntimeError: the host's copies are made once."""
+        if "_inner_step" in vars(self):  # not inside Optimizer.__init__
+            raise RuntimeError(
+                "add_param_group with optim.device='cpu': add the group before memtrain.wrap, or "
+                "memtrain.unwrap first and wrap again"
+            )
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -274,9 +248,9 @@ class HostStates(OptimizerWrapper):
         Returns:
             Plain dicts of plain tensors, on the host.
         """
-        self._drain()
-        self._fetch_written()
-        _take_options(self._groups, self.inner.param_groups)
+        self._worker.finish()
+        self.host.fetch_written()
+        _copy_options(self._groups, self.inner.param_groups)
         return optimizer_hooks.saved(self, self.inner, self.inner.state_dict)
 
     @torch._disable_dynamo
@@ -289,16 +263,17 @@ class HostStates(OptimizerWrapper):
         Raises:
             ValueError: If anything in it does not fit; nothing was changed then.
         """
-        self._drain()
-        with self._original_on_host():
+        self._worker.finish()
+        original = self._compressed.original  # the plain optimizer, whose groups are a user's
+        if original is not None:
+            original.param_groups = self._compressed.param_groups
+        try:
             optimizer_hooks.loaded(self, self.inner, state_dict, self.inner.load_state_dict)
-        _take_options(self.inner.param_groups, self._groups)
-        self._versions.clear()  # whatever weights are loaded beside it, corrections hold
-        self._kept_gradient = None
-
-    def leaf(self, param: Tensor) -> Tensor | None:
-        """The copy of a parameter in host memory; None of another's."""
-        return self._leaves.get(param)
+        finally:
+            if original is not None:
+                original.param_groups = self._groups
+        _copy_options(self.inner.param_groups, self._groups)
+        self.host.fetch_all()  # whatever weights are loaded beside it, corrections hold
 
     def master(self, param: Tensor) -> Tensor:
         """The float32 value of a parameter: a new tensor, in host memory.
@@ -309,8 +284,8 @@ class HostStates(OptimizerWrapper):
         Returns:
             float32, of the parameter's shape.
         """
-        self._drain()
-        self._fetch_written()
+        self._worker.finish()
+        self.host.fetch_written()
         split, leaf = self._split(), self._leaves.get(param)
         return param.detach().float() if leaf is None or split is None else split.master(leaf)
 
@@ -322,20 +297,20 @@ class HostStates(OptimizerWrapper):
             param: Of the model.
             value: Of its shape.
         """
-        self._drain()
+        self._worker.finish()
         split, leaf = self._split(), self._leaves.get(param)
         if split is None or leaf is None:
             param.copy_(value)
             return
         split.set_master(leaf, value.to("cpu"))
         param.copy_(leaf)
-        self._versions[param] = param._version
+        self.host.matches(param)
 
     def release_inner(self) -> Optimizer:
         """Take the hooks off; the optimizer inside may step again, on the host's copies."""
-        self._drain()
-        self._fetch_written()
-        _take_options(self._groups, self.inner.param_groups)
+        self._worker.finish()
+        self.host.fetch_written()
+        _copy_options(self._groups, self.inner.param_groups)
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
@@ -358,16 +333,14 @@ class HostStates(OptimizerWrapper):
         return compressed
 
     def __getstate__(self) -> dict[str, Any]:
-        self._drain()
-        self._fetch_written()
+        self._worker.finish()
+        self.host.fetch_written()
         return {k: v for k, v in super().__getstate__().items() if k not in _RUNTIME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        self.before, self._versions = None, {}
+        self.before = None
         self._start()
-        for param, leaf in self._leaves.items():
-            leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
         super().__setstate__({})
         self._attach()
 
@@ -375,38 +348,14 @@ class HostStates(OptimizerWrapper):
         """Make what does not outlive a process."""
         self._handles: dict[Tensor, Any] = {}
         self._lock = RLock()  # autograd brings gradients in one thread for each device
-        self._worker = ThreadPoolExecutor(1, "memtrain-host-states")  # its thread starts with a job
-        self._jobs: list[Future[None]] = []
-        self._room = BoundedSemaphore(IN_FLIGHT)
-        self._kept_gradient: KeptGradient | None = None
-        self._arrived = Counter[Tensor]()  # gradients in this step, per candidate for `_watches`
+        self._worker = HostWorker()
         self._begun = False
-
-    def _add_leaves(self, params: list[Tensor]) -> None:
-        for param in params:
-            leaf = nn.Parameter(param.detach().to("cpu", copy=True), param.requires_grad)
-            leaf._stands_for = param  # pyright: ignore[reportAttributeAccessIssue]
-            self._leaves[param] = leaf
-
-    def _on_host(self, group: dict[str, Any]) -> dict[str, Any]:
-        return {**group, "params": [self._leaves[p] for p in group["params"]]}
-
-    @torch.no_grad()
-    def _finish_leaves(self, params: list[Tensor]) -> None:
-        """Give parameters the dtype of their copies, which have been split, and pin those."""
-        for param in params:
-            leaf, copies = self._leaves[param], self.copies(param)
-            if param.dtype != leaf.dtype:
-                set_dtype(param, leaf.detach().to(param.device, copy=True))
-            if copies.beside:
-                leaf.data = copies.host_memory(leaf).copy_(leaf)
-            self._versions[param] = param._version
 
     def _attach(self) -> None:
         """Add missing hooks, and a callback that sends weights back, if gradients are released."""
         if self._release is None:
             return
-        self._release.after = partial(_call_send_back, WeakRef(self))
+        self._release.after = self.host.send_back
         for param, leaf in self._leaves.items():
             leaf.requires_grad_(param.requires_grad)
         hook_gradients(self, self._leaves, self._handles)
@@ -415,89 +364,26 @@ class HostStates(OptimizerWrapper):
         """The options of groups, as they are when a step begins."""
         if self._begun:
             return
-        for param, leaf in self._leaves.items():
-            if param.dtype != leaf.dtype:
-                raise TypeError(
-                    f"a parameter of shape {tuple(param.shape)} is {param.dtype} by now, whose "
-                    f"copy in host memory is {leaf.dtype}: model.to(dtype), float() and half() "
-                    "are for a model before wrap or after unwrap"
-                )
-        _take_options(self._groups, self.inner.param_groups)
+        self.host.check_dtypes()
+        _copy_options(self._groups, self.inner.param_groups)
         self._begun = True
-
-    def _forget_step(self) -> None:
-        """A step has raised: wait for what is under way, and let released gradients go."""
-        for job in self._jobs:
-            job.exception()
-        self._jobs = []
-        if self._release is not None:
-            self._release.forget_step()
-        if self._kept_gradient is not None:
-            self._kept_gradient.param.grad = None
-
-    def _end_step(self) -> None:
-        """A step is over, made or not: weights go back, and the next has its own options."""
-        for leaf in self._leaves.values():
-            if self._release is None and leaf.grad is not None:
-                self._send_back(leaf)
-            leaf.grad = None
-        self._join()
-        self._begun, self._kept_gradient = False, None
-        self._arrived.clear()
 
     def _wait(self) -> None:
         """A backward ends: what follows reads stepped weights. Errors wait for `step`."""
-        wait(self._jobs)
-        self._join()
+        self._worker.wait()
+        self.host.join()
 
-    def _join(self) -> None:
-        """Let work of the devices that follows see the weights that were sent back."""
-        for copies in {id(c): c for c in map(self.copies, self._leaves)}.values():
-            copies.join()
-
-    def _watches(self, param: Tensor, release: ReleaseGradients) -> bool:
-        """Whether this gradient is kept to detect changes after the backward."""
-        if self._kept_gradient is not None or not release.would_watch(self._leaves[param]):
-            return False
-        self._arrived[param] += 1
-        return self._arrived[param] == release.accumulate  # before, autograd would add to it
-
-    def _sent(self, param: Tensor, grad: Tensor) -> tuple[Tensor, Any, Written | None]:
-        """A gradient on its way to the host, and the weight, if something else has written it."""
-        copies, weight, version = self.copies(param), None, param._version
-        if self._versions.get(param) != version:
-            weight = copies.to_host(param.detach())[0], version
-        with host_work():
-            return (*copies.to_host(grad), weight)
-
-    def _land(self, param: Tensor, grad: Tensor, started: Any, weight: Written | None) -> None:
-        """Wait for what `_sent` has sent; the copy of the parameter has its gradient then."""
+    @torch.no_grad()
+    def _step_released(self, param: Tensor, sent: Sent) -> None:
+        """Step the copy of a parameter with a released gradient, on the host."""
         leaf = self._leaves[param]
-        self.copies(param).wait(started)
-        if weight is not None:
-            leaf.copy_(weight[0])
-            self._versions[param] = weight[1]
-        leaf.grad = grad
-
-    @torch.no_grad()
-    def _take(self, param: Tensor, grad: Tensor, started: Any, weight: Written | None) -> None:
-        """Step a parameter by a released gradient."""
         with host_work():
-            self._land(param, grad, started, weight)
-            if self._release is not None:
-                self._release.on_gradient(self._leaves[param])
-
-    def _beside(self, work: Callable[[], None]) -> None:
-        try:
-            work()
-        finally:
-            self._room.release()
-
-    @torch.no_grad()
-    def _send_back(self, leaf: Tensor) -> None:
-        param: Tensor = leaf._stands_for  # pyright: ignore[reportAttributeAccessIssue]
-        self.copies(param).to_device(leaf.detach(), param.detach())
-        self._versions[param] = param._version
+            self.host.receive(param, sent)
+            try:
+                if self._release is not None:
+                    self._release.take(leaf, sent.grad)
+            finally:
+                leaf.grad = None
 
     def _closed(self, closure: Callable[[], Any]) -> Any:
         with host_work(on_host=False):
@@ -508,69 +394,29 @@ class HostStates(OptimizerWrapper):
 
     def _gather(self) -> None:
         """Bring the gradients that no hook has sent to the host; wait for those under way."""
-        self._drain()
-        kept = self._kept_gradient
-        refuse_changes(kept)
-        left = [p for p in self._leaves if p.grad is not None]
-        refuse_sparse(left, type(self).__name__)
-        if kept is not None:
-            left = [p for p in left if p is not kept.param]
+        self._worker.finish()
         release = self._release
+        left = [p for p in self._leaves if p.grad is not None]
+        if release is not None:
+            release.late_changes.refuse()
+            left = [p for p in left if not release.late_changes.is_kept(p)]
+        refuse_sparse(left, type(self).__name__)
         if release is not None and release.accumulate == 1:  # one at a time
             for param in left:
                 if not release.has_updated(self._leaves[param]) and param.grad is not None:
-                    self._take(param, *self._sent(param, param.grad))
+                    self._step_released(param, self.host.send(param, param.grad))
                     param.grad = None
             return
-        under_way = [(p, *self._sent(p, p.grad)) for p in left if p.grad is not None]
-        for one in under_way:
-            self._land(*one)
-
-    def _drain(self) -> None:
-        """Wait until all that has been sent is stepped; raise what went wrong there."""
-        jobs, self._jobs = self._jobs, []
-        errors = [error for job in jobs if (error := job.exception()) is not None]
-        if errors:
-            raise errors[0]
-
-    @torch.no_grad()
-    def _fetch_written(self) -> None:
-        """Fetch the weights that something else has written."""
-        for param, leaf in self._leaves.items():
-            if self._versions.get(param) != param._version:
-                leaf.copy_(param)
-                self._versions[param] = param._version
+        sent = [(p, self.host.send(p, p.grad)) for p in left if p.grad is not None]
+        for param, one in sent:
+            self.host.receive(param, one)
 
     def _split(self) -> SplitWeights | None:
         inner = self._release.inner if self._release is not None else self.inner
         return inner if isinstance(inner, SplitWeights) else None
 
-    @contextmanager
-    def _original_on_host(self) -> Iterator[None]:
-        """The plain optimizer, whose groups are a user's, with the groups of the host."""
-        original = self._compressed.original
-        if original is None:
-            yield
-            return
-        original.param_groups = self._compressed.param_groups
-        try:
-            yield
-        finally:
-            original.param_groups = self._groups
 
-
-_RUNTIME = (
-    "before",
-    "_handles",
-    "_lock",
-    "_worker",
-    "_jobs",
-    "_room",
-    "_kept_gradient",
-    "_arrived",
-    "_begun",
-    "_versions",
-)
+_RUNTIME = ("before", "_handles", "_lock", "_worker", "_begun")
 
 
 def releasing(optimizer: Optimizer) -> ReleaseGradients | None:
@@ -586,16 +432,6 @@ def releasing(optimizer: Optimizer) -> ReleaseGradients | None:
     return inside if isinstance(inside, ReleaseGradients) else None
 
 
-def check_whole(params: Iterable[Tensor]) -> None:
-    """Raise ValueError for a parameter whose states cannot be stepped on the host."""
-    for param in params:
-        if is_sharded(param):
-            raise ValueError(
-                f"optim.device='cpu' with a sharded parameter of shape {tuple(param.shape)}: its "
-                "collectives need the device; allowed for it: optim.device=keep"
-            )
-
-
 def _moved(states: Any, device: Any) -> Any:
     """A parameter's states on another device; counters of steps stay where they are."""
     return {
@@ -604,12 +440,6 @@ def _moved(states: Any, device: Any) -> Any:
     }
 
 
-def _take_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
-    for given, group in zip(source, target, strict=True):
-        group.update({name: value for name, value in given.items() if name != "params"})
-
-
-def _call_send_back(host: WeakRef[HostStates], leaf: Tensor) -> None:
-    own = host()
-    if own is not None:
-        own._send_back(leaf)
+def _copy_options(source: list[dict[str, Any]], target: list[dict[str, Any]]) -> None:
+    for options, group in zip(source, target, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})

@@ -1,7 +1,6 @@
 """Gradient release: each weight is updated inside backward, as its gradient arrives."""
 
 import math
-import warnings
 from collections.abc import Callable, Mapping
 from threading import RLock
 from typing import Any
@@ -17,21 +16,22 @@ from memtrain.optim.states.compressed_states import (
     refuse_capture,
     refuse_sparse,
 )
-from memtrain.optim.states.shards import local, wait_for_part
-from memtrain.optim.wrappers import late_norms
+from memtrain.optim.states.shards import wait_for_part
+from memtrain.optim.wrappers import gradient_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
-from memtrain.optim.wrappers.kept_gradient import KeptGradient, refuse_changes
-from memtrain.optim.wrappers.late_norms import LateNorm
+from memtrain.optim.wrappers.gradient_norms import PendingNorm
+from memtrain.optim.wrappers.late_changes import LateChanges
 from memtrain.optim.wrappers.release_checks import (
     broken_off,
-    check_complex,
     check_options,
+    check_real,
     check_separable,
     check_separate,
     refuse_scaler,
     second_gradient,
     warn_of_late_rates,
+    warn_of_skipped,
 )
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target
 
@@ -128,11 +128,12 @@ class ReleaseGradients(OptimizerWrapper):
         self._done: set[Tensor] = set()
         self._rates: list[float] = []  # those of this step's first update
         self._squares = 0.0
-        self._late: list[LateNorm] = []
+        self._pending: list[PendingNorm] = []
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass and global_norm
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
-        self._kept_gradient: KeptGradient | None = None
+        self.late_changes = LateChanges(accumulate if clip == "none" else 0)
+        """Detects gradients that are changed after they were applied."""
         self.backward = Backward()
         """The backward in which gradients arrive."""
         self.before: Callable[[], bool] | None = None
@@ -142,7 +143,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._handles: dict[Tensor, Any] = {}
         self._lock = RLock()
         params = [p for group in inner.param_groups for p in group["params"]]
-        check_complex(params, clip, accumulate)
+        check_real(params)
         check_separate(params)
         check_separable(inner)
         super().__init__(inner)
@@ -170,14 +171,14 @@ class ReleaseGradients(OptimizerWrapper):
         run = self._two_passes if self.clip == "two_pass" else closure_loss
         try:
             loss = run(closure)
-            refuse_changes(self._kept_gradient)
+            self.late_changes.refuse()
             if self._done and self.clip != "global_norm":
                 warn_of_late_rates(self._rates, self._learning_rates())
             self._update_rest()
         except BaseException:
             self.forget_step()
             raise
-        self._kept_gradient = None
+        self.late_changes.forget()
         self.backward.forget()
         if self._done and self._measures:
             self.norm = math.sqrt(self._squares)
@@ -208,16 +209,16 @@ class ReleaseGradients(OptimizerWrapper):
             if self.clip == "global_norm":
                 self.forget_step()
             self._sums.drop()
+            self.late_changes.restart()
             super().zero_grad(set_to_none)
 
     def forget_step(self) -> None:
         """Let the next gradient begin a step anew, whatever has come of this one."""
-        if self._kept_gradient is not None:
-            self._kept_gradient.param.grad = self._kept_gradient = None
+        self.late_changes.forget()
         self._sums.drop()
         self._done.clear()
         self.backward.forget()
-        self._squares, self._late, self._waiting = 0.0, [], []
+        self._squares, self._pending, self._waiting = 0.0, [], []
 
     def detach(self) -> Optimizer:
         """Take the hooks off; the inner optimizer may step again.
@@ -232,8 +233,11 @@ class ReleaseGradients(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group by the inner optimizer's own rules; its gradients are released too."""
-        super().add_param_group(param_group)
         if "_inner_step" in vars(self):
+            params = param_group["params"]
+            params = [params] if isinstance(params, Tensor) else list(params)
+            check_real(params)
+            super().add_param_group({**param_group, "params": params})
             self._attach()
 
     def own_state(self) -> dict[str, Any]:
@@ -252,14 +256,14 @@ class ReleaseGradients(OptimizerWrapper):
         self.forget_step()
 
     def __getstate__(self) -> dict[str, Any]:
-        runtime = {"_handles": {}, "_kept_gradient": None, "before": None}
-        runtime |= {"_late": [], "_waiting": [], "after": None, "_lock": None}
-        runtime["backward"] = None
+        runtime = {"_handles": {}, "_pending": [], "_waiting": [], "before": None, "after": None}
+        runtime |= {"_lock": None, "backward": None, "late_changes": None}
         return {**super().__getstate__(), **runtime}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._lock, self.backward = RLock(), Backward()
+        self.late_changes = LateChanges(self.accumulate if self.clip == "none" else 0)
         self._attach()
 
     @property
@@ -267,19 +271,9 @@ class ReleaseGradients(OptimizerWrapper):
         norms = ("parameter", "previous", "two_pass", "global_norm")
         return self.skip_nonfinite or self.clip in norms
 
-    @property
-    def _defers(self) -> bool:
-        """Whether this norm is but for the whole step's, which is made or skipped by that."""
-        return self._pass == "measure" or self.clip == "global_norm"
-
-    @property
-    def _clips_by_own_norm(self) -> bool:
-        """Without a norm of the last step, or after one without gradients, `previous` does too."""
-        return self.clip == "parameter" or (self.clip == "previous" and not self.norm)
-
     def _attach(self) -> None:
         hook_gradients(self, self.params(), self._handles)
-        self._fewest = min(map(Tensor.numel, self._handles), default=0)
+        self.late_changes.fewest = min(map(Tensor.numel, self._handles), default=0)
 
     @torch.no_grad()
     @one_at_a_time
@@ -292,18 +286,27 @@ class ReleaseGradients(OptimizerWrapper):
         stays = False
         try:
             wait_for_part(param.grad)
-            total = param.grad
-            if self.accumulate > 1:
-                self._check(param)
-                total = self._sums.add(param, self.number(param), total)
-            if total is not None:
-                self._update(param, total)
-                stays = self._watches(param)
+            self.take(param, param.grad)
+            stays = self.late_changes.keeps(param, param.grad)
         finally:
-            if stays:
-                self._kept_gradient = KeptGradient(param, param.grad, local(param.grad)._version)
-            else:
+            if not stays:
                 param.grad = None
+
+    @one_at_a_time
+    def take(self, param: Tensor, grad: Tensor) -> None:
+        """Apply a gradient, or add it to the sum of its parameter's gradients.
+
+        Args:
+            param: One of this optimizer's.
+            grad: Its `.grad`.
+        """
+        if self.accumulate > 1:
+            self._check(param)
+            total = self._sums.add(param, self.number(param), grad)
+            if total is None:
+                return
+            grad = total
+        self._update(param, grad)
 
     def enter(self, at_end: Callable[[], None] = lambda: None) -> None:
         """Record the backward in which a gradient arrives, unless one before it broke off.
@@ -317,21 +320,9 @@ class ReleaseGradients(OptimizerWrapper):
             if self._done or self._sums.waiting:
                 raise broken_off(len(self._done), len(self._handles))
 
-    @property
-    def has_applied(self) -> bool:
-        """Whether any gradient of this step has been applied, or waits for its norm."""
-        return bool(self._done)
-
     def has_updated(self, param: Tensor) -> bool:
         """Whether a gradient of this step has been applied, or waits for its norm."""
         return param in self._done
-
-    def would_watch(self, param: Tensor) -> bool:
-        """Whether a gradient may be kept to detect changes after the backward."""
-        return self.clip == "none" and param.numel() == self._fewest
-
-    def _watches(self, param: Tensor) -> bool:
-        return self._kept_gradient is None and self.would_watch(param)
 
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
@@ -341,9 +332,10 @@ class ReleaseGradients(OptimizerWrapper):
         if not self._done:
             self._rates = self._learning_rates()
         self._done.add(param)
-        norm = late_norms.norm_of(grad) if self._measures else 0.0
+        norm = gradient_norms.norm_of(grad) if self._measures else 0.0
         if isinstance(norm, Tensor):
-            self._late.append(LateNorm(param, norm, late_norms.count_of(self.state, param)))
+            count = gradient_norms.count_of(self.state, param)
+            self._pending.append(PendingNorm(param, norm, count))
         elif not self._add_norm(param, norm := norm / self.loss_scale):
             return
         if self.clip == "global_norm":
@@ -383,7 +375,7 @@ class ReleaseGradients(OptimizerWrapper):
         factor = self._clip_factor(norm if guard is None else guard.double() / self.loss_scale)
         factor = factor / self.loss_scale
         scales = isinstance(factor, Tensor) or factor != 1.0
-        widened = scales and isinstance(self.inner, OptimizerWrapper) and not param.is_complex()
+        widened = scales and isinstance(self.inner, OptimizerWrapper)
 
         def clipped(grad: Tensor) -> Tensor:
             grad = grad.float() if widened else grad
@@ -395,36 +387,29 @@ class ReleaseGradients(OptimizerWrapper):
             self.after(param)
 
     def _read_norms(self) -> None:
-        """Read the norms that devices have still, in one wait for each; count what was skipped."""
-        late, self._late = self._late, []
-        values = uploads.read([one.norm for one in late])
-        for one, value in zip(late, values, strict=True):
+        """Read the pending norms, with one wait per device; count the skipped updates."""
+        pending, self._pending = self._pending, []
+        values = uploads.read([one.norm for one in pending])
+        for one, value in zip(pending, values, strict=True):
             if not self._add_norm(one.param, value / self.loss_scale):
-                late_norms.set_count(self.state, one.param, one.count)
+                gradient_norms.set_count(self.state, one.param, one.count)
 
     def _add_norm(self, param: Tensor, norm: float) -> bool:
         """Add a gradient's norm to the global one; without a finite one its update is skipped."""
-        if math.isfinite(norm) or self._defers:
+        whole = self._pass == "measure" or self.clip == "global_norm"  # skips all or nothing
+        if math.isfinite(norm) or whole:
             self._squares += norm * norm
             return True
         self._skip(f"the update of a parameter of shape {tuple(param.shape)}")
         return False
 
     def _skip(self, what: str) -> None:
-        """Count what was skipped for NaN or Inf; warn of the first."""
         self.skipped += 1
         if self.skipped == 1:
-            warnings.warn(
-                f"{what} was skipped: its gradient has NaN or Inf. optimizer.skipped counts such "
-                "updates from now on, without a warning; release.skip_nonfinite=false applies them",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+            warn_of_skipped(what)
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
-        if self.clip == "value" or self.accumulate > 1:
-            check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:
             raise RuntimeError(
                 "clip='two_pass' runs backward itself, twice: call optimizer.step(closure) with a "
@@ -439,8 +424,9 @@ class ReleaseGradients(OptimizerWrapper):
             return self._factor
         if self.clip not in ("parameter", "previous"):
             return 1.0
-        known = norm if self._clips_by_own_norm else self.norm or 0.0
-        factor = self.limit / (known + _TINY)
+        if self.clip == "previous" and self.norm:  # none before the first step: each by its own
+            norm = self.norm
+        factor = self.limit / (norm + _TINY)
         return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
 
     def _two_passes(self, closure: Callable[[], Any] | None) -> Any:

@@ -41,15 +41,13 @@ def check_options(
             raise ValueError(f"{prefix}{name}={value} is out of range; allowed: above 0 and finite")
 
 
-def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
-    """Raise ValueError for complex parameters where their gradients would have to be real."""
-    kept = {"clip='value'": clip == "value", f"accumulate={accumulate}": accumulate > 1}
+def check_real(params: Iterable[Tensor]) -> None:
+    """Raise ValueError for complex parameters, whose released gradients no clipping serves."""
     for param in params:
-        for option in [name for name, asked in kept.items() if asked and param.is_complex()]:
+        if param.is_complex():
             raise ValueError(
-                f"{option} takes gradients of real numbers, and a parameter of shape "
-                f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
-                "previous or two_pass, and accumulate=1"
+                f"gradients='release' with a parameter of shape {tuple(param.shape)} and dtype "
+                f"{param.dtype}: clipping and sums take real gradients; allowed: gradients=keep"
             )
 
 
@@ -84,6 +82,16 @@ def broken_off(done: int, count: int) -> RuntimeError:
         "a backward before this one raised (out of memory, for example) after "
         f"{done} of {count} parameters had been updated: call optimizer.zero_grad() after such an "
         "error, which ends that step, and go on with the next batch"
+    )
+
+
+def warn_of_skipped(what: str) -> None:
+    """Warn of the first update, or step, that is skipped for NaN or Inf."""
+    warnings.warn(
+        f"{what} was skipped: its gradient has NaN or Inf. optimizer.skipped counts such updates "
+        "from now on, without a warning; release.skip_nonfinite=false applies them",
+        RuntimeWarning,
+        stacklevel=3,
     )
 
 

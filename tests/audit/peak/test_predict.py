@@ -184,9 +184,6 @@ def test_the_vectors_of_a_factored_step_on_cuda():
     held = [m.parts.get("temporaries", 0) for m in timeline.moments if m.phase == "step"]
     assert max(held) == vectors
     captured = torch.optim.AdamW(model.parameters(), capturable=True)
-    states = timeline.moments[-1].parts["optimizer states"]
-    kept = predict(model, captured, batch, "optimizer_only", options).moments
-    assert {moment.parts["optimizer states"] for moment in kept} == {states + vectors}
     plain = (predict(model, one, batch, None, options).peak for one in (optimizer, captured))
     assert next(plain) == next(plain)
 

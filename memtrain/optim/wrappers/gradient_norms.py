@@ -1,4 +1,4 @@
-"""Norms of gradients that the host reads when a step ends, where it would have to wait for each."""
+"""Norms of gradients; a CUDA device's are read together when a step ends."""
 
 from collections.abc import Mapping
 from functools import partial
@@ -11,25 +11,26 @@ from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.optim.states.shards import is_sharded, whole_of
 
 PIECE = 2**22
-"""Elements of a 16-bit gradient on a CPU that are added up at once: torch casts them to float32."""
+"""Elements of a 16-bit gradient on a CPU whose norm is computed at once: torch casts them to
+float32."""
 
 
-class LateNorm(NamedTuple):
-    """A gradient's norm that its device has still."""
+class PendingNorm(NamedTuple):
+    """The norm of an applied gradient, on its device."""
 
     param: Tensor
     norm: Tensor
     count: Tensor | float | None
-    """Of the parameter's steps before; None where it had no states."""
+    """The parameter's step counter before the update; None if it had no states."""
 
 
-def is_late(norm: Tensor) -> bool:
-    """Whether the host would wait for a norm, so that all are read at once when the step ends."""
+def stays_pending(norm: Tensor) -> bool:
+    """Whether reading a norm at once would make the host wait for its device."""
     return is_for_cuda(norm)
 
 
 def count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor | float | None:
-    """A copy of a parameter's count of steps; 0 where its states have none, None without states."""
+    """Return a copy of a parameter's step counter: 0 without a counter, None without states."""
     own = states.get(param)
     if not own:
         return None
@@ -38,7 +39,7 @@ def count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor |
 
 
 def set_count(states: Any, param: Tensor, count: Tensor | float | None) -> None:
-    """Take back the count of a step that was none; without an earlier one, the states too."""
+    """Restore the step counter from before a skipped update; without one, drop the states."""
     if count is None:
         states.pop(param, None)
     elif "step" in states[param]:
@@ -46,14 +47,13 @@ def set_count(states: Any, param: Tensor, count: Tensor | float | None) -> None:
 
 
 def norm_of(grad: Tensor) -> float | Tensor:
-    """The norm of a whole gradient, float64 ones in float64, all others in float32.
+    """Return the norm of a whole gradient: float64 for float64, otherwise float32.
 
-    A tensor where reading it would make the host wait.
+    The norm is a tensor if reading it would make the host wait.
 
     Memory:
-        On a CPU of a 16-bit gradient a float32 copy of `PIECE` elements, or of one row.
+        For a 16-bit gradient on a CPU, a float32 copy of `PIECE` elements, or of one row.
     """
-    grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     norm_in = partial(torch.linalg.vector_norm, dtype=dtype)
     cast = grad.is_cpu and not is_for_cuda(grad) and grad.dtype.itemsize < 4
@@ -63,4 +63,4 @@ def norm_of(grad: Tensor) -> float | Tensor:
     else:
         norm = norm_in(grad)
     whole = whole_of(norm)
-    return whole if is_late(whole) else whole.item()
+    return whole if stays_pending(whole) else whole.item()
