@@ -127,6 +127,57 @@ def test_exact_is_exact(cls, closure):
     assert train(model, original) == train(plain, reference)
 
 
+class WithTables(torch.optim.Optimizer):
+    """Momentum; the first step moves a table to its parameters' device, as bitsandbytes does."""
+
+    def __init__(self, params, lr=0.1):
+        super().__init__(params, {"lr": lr, "turn": torch.zeros(1)})
+        self.tables, self.turns = {"rates": [torch.tensor([0.5, 0.25])]}, torch.zeros(1)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.turns += 1
+        for group in self.param_groups:
+            group["turn"] += 1
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.tables["rates"][0] = rates = self.tables["rates"][0].to(p.device)
+                    buffer = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+                    buffer.mul_(rates[1]).add_(p.grad)
+                    turns = (self.turns + group["turn"]).to(p.device)
+                    p.sub_(group["lr"] * rates[0] / turns * buffer)
+
+
+@pytest.mark.filterwarnings("ignore:.*stay exact:RuntimeWarning")
+@pytest.mark.parametrize("preset", ["exact", "optimizer_only"])
+def test_planning_changes_nothing_of_an_optimizer(preset):
+    plain, model = make(), make()
+    reference = WithTables(groups(plain))
+    _, optimizer = memtrain.wrap(model, WithTables(groups(model)), preset)
+    assert train(model, optimizer) == train(plain, reference)
+
+
+class TwoReasons(Coupled):
+    """A state of a known name, and one that no rule names."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for p in group["params"]:
+                self.state[p].setdefault("shadow", torch.zeros_like(p)).add_(p)
+
+
+def test_an_unknown_optimizer_is_one_warning():
+    def run():
+        model = make()
+        train(*memtrain.wrap(model, TwoReasons(groups(model)), "optimizer_only"))
+
+    with pytest.warns(RuntimeWarning, match="TwoReasons stay exact") as found:
+        run()
+    assert len(found) == 1
+
+
 def asked(state):
     """The user's own rule, which holds for any optimizer."""
     rule = {"state": state, "compressor": "B128/DE"}

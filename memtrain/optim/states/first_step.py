@@ -3,6 +3,7 @@
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from contextlib import suppress
+from copy import copy
 from typing import Any
 
 import torch
@@ -50,15 +51,32 @@ def inner_optimizer(optimizer: Any) -> Optimizer:
 
 
 def without_states(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same kind and groups, without states or hooks."""
+    """An optimizer of the same kind and groups, without states or hooks.
+
+    Its containers and tensors are copies, parameters excepted: bitsandbytes' first step moves
+    tables of the optimizer to the device of a parameter, which may be `meta`.
+    """
     alone = object.__new__(type(optimizer))
-    vars(alone).update(vars(optimizer))
-    vars(alone).pop("step", None)  # a scheduler's, bound to the real optimizer
+    params = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for name, value in vars(optimizer).items():
+        if name not in ("step", "state"):  # `step`: a scheduler's, bound to the real optimizer
+            vars(alone)[name] = _copied(value, params)
     alone.state = defaultdict(dict)
-    alone.param_groups = [dict(group) for group in optimizer.param_groups]
     alone._optimizer_step_pre_hooks = OrderedDict()
     alone._optimizer_step_post_hooks = OrderedDict()
     return alone
+
+
+def _copied(value: Any, kept: set[int]) -> Any:
+    """Copy the containers of a value and the tensors in them, but not the tensors in `kept`."""
+    if isinstance(value, Tensor):
+        return value if id(value) in kept else value.detach().clone()
+    if not isinstance(value, dict | list):
+        return value
+    copied = copy(value)
+    for key, item in value.items() if isinstance(value, dict) else enumerate(value):
+        copied[key] = _copied(item, kept)
+    return copied
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
@@ -101,7 +119,8 @@ def first_states(
     alone = without_states(optimizer)
     # Fused and capturable steps keep the same states, but refuse this device.
     options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
-    groups = [{**group, **options, "params": [like]}]
+    own = {key: _copied(value, set()) for key, value in group.items() if key != "params"}
+    groups = [{**own, **options, "params": [like]}]
     alone.param_groups = groups
     try:
         raw_step(alone)
