@@ -22,7 +22,7 @@ from memtrain.precision.state import PrecisionState
 
 _AVERAGING = ("torch.optim.swa_utils", "timm.utils.model_ema")
 ATTRIBUTE = "_memtrain"
-"""Where `wrap` leaves on the model what it did."""
+"""Name of the model's attribute with its `Wrapped` state."""
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Wrapped:
     plan: Plan
     interception: Interception | None
     handles: list[Any]
-    """Of every hook; a `StateDictHooks` for each optimizer."""
+    """Handles of all hooks, with one `StateDictHooks` per optimizer."""
     _optimizers: Sequence[Optimizer] = ()
 
     def optimizers(self) -> list[Optimizer | None]:
-        """The optimizers that `wrap` returned with the model; None for one that is gone."""
+        """Return the optimizers that `wrap` returned; None for a deleted one."""
         return [one.optimizer() for one in self.handles if isinstance(one, StateDictHooks)]
 
     def keep_alive(self, optimizers: Sequence[Optimizer]) -> None:
@@ -63,11 +63,11 @@ class Wrapped:
 
 
 def module_list_of(model: nn.Module | Sequence[nn.Module], optimizers: Iterable[Any]) -> nn.Module:
-    """The `ModuleList` that `wrap` made of a list of models; a module as it is.
+    """Return the `ModuleList` that `wrap` made of a list of models; a module as it is.
 
     Args:
-        model: What was given to `wrap`.
-        optimizers: What it returned.
+        model: The model, or the list of models, that was passed to `wrap`.
+        optimizers: The optimizers that `wrap` returned.
 
     Raises:
         ValueError: If the list was not wrapped with these optimizers.
@@ -82,11 +82,11 @@ def module_list_of(model: nn.Module | Sequence[nn.Module], optimizers: Iterable[
 
 
 def is_wrapped_with(model: nn.Module, optimizer: Any) -> bool:
-    """Whether `wrap` returned this optimizer with the model, or with a part of it.
+    """Return whether `wrap` returned this optimizer with the model, or with one of its modules.
 
     Args:
-        model: Any.
-        optimizer: Any; of accelerate's, the one inside counts.
+        model: Any model.
+        optimizer: Any optimizer; for accelerate's wrapper, the optimizer inside.
 
     Example:
         >>> import memtrain, torch
@@ -101,7 +101,7 @@ def is_wrapped_with(model: nn.Module, optimizer: Any) -> bool:
 
 
 def wrapped_of(model: nn.Module) -> Wrapped:
-    """State that `wrap` left on a model.
+    """Return the state of a wrapped model.
 
     Raises:
         ValueError: If the model is not wrapped.
@@ -113,7 +113,7 @@ def wrapped_of(model: nn.Module) -> Wrapped:
 
 
 def plan_of(model: nn.Module) -> Plan:
-    """The plan that a wrapped model runs under.
+    """Return the plan of a wrapped model.
 
     Args:
         model: A model that `wrap` returned.
@@ -125,13 +125,13 @@ def plan_of(model: nn.Module) -> Plan:
 
 
 class StateDictHooks:
-    """Hooks that save `state_dict(model)` with its optimizer, and load it with that.
+    """Hooks that save and load `state_dict(model)` with the optimizer's `state_dict`.
 
-    The model and an optimizer of memtrain's both refer to this object, so that copies of both share
-    a copy. This object keeps neither alive.
+    The model and memtrain's optimizers refer to this object, so copies of both share one copy. This
+    object keeps neither alive.
 
     Args:
-        wrapped: What `wrap` left on the model.
+        wrapped: The state of the wrapped model.
     """
 
     def __init__(self, wrapped: Wrapped) -> None:
@@ -147,7 +147,7 @@ class StateDictHooks:
         """Register the hooks on the optimizer that `wrap` returns.
 
         Returns:
-            This one, a handle: its `remove` takes the hooks off.
+            This object, whose `remove` removes the hooks.
         """
         self.optimizer = WeakRef(optimizer)
         self._handles = [
@@ -160,7 +160,7 @@ class StateDictHooks:
         return self
 
     def remove(self) -> None:
-        """Take the hooks off again."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -183,18 +183,17 @@ class StateDictHooks:
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
-    """State for a checkpoint besides the model's: `optimizer.state_dict()` has it in its groups.
+    """Return memtrain's state for a checkpoint: counters, automatic bits, precision.
 
-    It is of use by itself where the optimizer is not saved.
+    `optimizer.state_dict()` contains this state. Call this function if the optimizer is not saved.
 
     Args:
         model: A model that `wrap` returned.
 
     Returns:
-        `step`, the number of forward passes so far: it feeds the keys of stochastic rounding. Where
-        a rule has `bits: auto`, also the present `bits` and what is known of the data set's
-        `samples`. In mixed `precision`, the assignment, what was promoted and the loss scale. A run
-        that restores them goes on bit for bit.
+        `step`: the number of forward passes so far, part of the keys of stochastic rounding.
+        `bits`: with `bits: auto`, the current widths and statistics. `precision`: the assignment,
+        promotions and loss scale. A run that loads them continues bit for bit.
     """
     return _state(wrapped_of(model))
 
@@ -216,7 +215,7 @@ def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
 
     Args:
         model: A model that `wrap` returned.
-        state_dict: Of the run that is resumed.
+        state_dict: The state of the resumed run.
 
     Raises:
         ValueError: If the model is not wrapped or the state has other keys.
@@ -252,7 +251,7 @@ def precision_state(model: nn.Module) -> PrecisionState:
         model: A model that `wrap` returned, with a `precision` in its config.
 
     Returns:
-        The run's own state, which goes on changing; `print` shows it.
+        The live state of the run, which `print` shows.
 
     Raises:
         ValueError: If the model is not wrapped, or nothing is rounded.
@@ -307,7 +306,7 @@ def _actnn_sensitivity(interception: Interception) -> ActnnSensitivity | None:
 
 
 def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The model's `state_dict` in float32: of split weights the masters, to export or evaluate.
+    """Return the model's `state_dict` in float32, with the master weights of split weights.
 
     Args:
         model: A model that `wrap` returned.
@@ -343,10 +342,10 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
 
     Args:
         model: A model that `wrap` returned.
-        state_dict: What `fp32_state_dict`, or the plain model's `state_dict`, returned.
+        state_dict: The result of `fp32_state_dict`, or of the unwrapped model's `state_dict`.
 
     Raises:
-        ValueError: If the model is not wrapped, or keys or shapes differ; nothing was changed then.
+        ValueError: If the model is not wrapped, or keys or shapes differ. Nothing is changed then.
     """
     masters = _master_owners(model)
     own = model.state_dict(keep_vars=True)
@@ -371,8 +370,9 @@ def _master_owners(model: nn.Module) -> dict[Tensor, Any]:
     optimizers = wrapped.optimizers()
     if not optimizers or any(one is None for one in optimizers):
         raise ValueError(
-            "the optimizer that memtrain.wrap returned with this model holds its weights' lower "
-            "bits, and is gone (or this is a copy of the model)"
+            "the optimizer that memtrain.wrap returned has the lower bits of this model's weights, "
+            "and was deleted (or this is a copy of the model); allowed: keep the optimizer, or "
+            "copy both together with copy.deepcopy((model, optimizer))"
         )
     owners = [(one, masters_of(one)) for one in optimizers]
     groups = [

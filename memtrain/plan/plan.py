@@ -290,7 +290,7 @@ class Plan:
 
     def __str__(self) -> str:
         """Return a table of the bytes with and without the plan, largest groups first."""
-        lines = [f"{'':54}{'plain':>12}{'planned':>12}"]
+        lines = [f"{'':54}{'baseline':>12}{'planned':>12}"]
         for kind, title in _TITLES.items():
             rows = self.entries(kind)
             groups: dict[str, list[PlanEntry]] = {}

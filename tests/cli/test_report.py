@@ -142,7 +142,7 @@ def test_help_teaches_by_examples(capsys):
         (["model=gpt2", "optim.min_element=1"], "optim.min_elements"),
         (["model=gpt2", "batch"], "no key=value: 'batch'; such as model=gpt2 batch=8"),
         (["gpt2"], "did you mean model=gpt2?"),
-        (["model=gpt2", "max_error=2"], "max_error= is for a plan that fits"),
+        (["model=gpt2", "max_error=2"], "max_error= is for the planner"),
         (["model=gpt2", "smallest"], "did you mean preset=smallest?"),
         (["model=gpt2", "budget=8", "GiB"], "a size is one word: budget=8GiB"),
         (["model=gpt2", "memory=8"], "memory=8 is 8 bytes; did you mean 8GiB?"),

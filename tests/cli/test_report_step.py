@@ -29,7 +29,7 @@ def test_the_peak_is_reported_with_what_is_alive_then(report):
     assert (alive["total"].plain, alive["total"].planned) == (34078720, 20971520)
     assert sum(pair.plain for name, pair in alive.items() if name != "total") == 34078720
     assert peak_lines(report)[0].startswith(
-        "plain: 32.50 MiB at the peak, in the backward of h.1.mlp.act / gelu; tensors ask for 32.0"
+        "baseline: 32.50 MiB at the peak, in the backward of h.1.mlp.act / gelu; tensors ask for "
     )
     bare = Report(rows=(), kept=(), unmatched=(), loss=True)
     assert (live_at_peak(bare), peak_lines(bare), timelines(bare)) == ({}, [], {})
@@ -45,7 +45,7 @@ def test_a_measured_peak_stands_beside_the_predicted_one():
     )  # fmt: skip
     lines = [text.partition("; ")[2] for text in peak_lines(report)]
     assert [*lines[:2], *lines[4:]] == ["", "", "predicted +1.0%", "predicted -1.0%"]
-    assert all(line.startswith("at the peak 0.00 KiB of them are alive") for line in lines[2:4])
+    assert all(line.startswith("at the peak 0.00 KiB of them are live") for line in lines[2:4])
 
 
 @pytest.mark.parametrize("count", [1, 2, MAX_MOMENTS, MAX_MOMENTS + 1, 5 * MAX_MOMENTS + 3])
@@ -97,7 +97,7 @@ def test_sizes_that_fit_are_those_of_the_search(builder, capsys, monkeypatch):
     assert (content["memory"], set(content)) == (2_000_000, {"memory", "batch"})
     assert (content["batch"]["plain"], content["batch"]["planned"]) == (1234, 5678)
     words = " ".join(capsys.readouterr().out.split())
-    assert "fits in 1.91 MiB: a batch of 1,234 plain, 5,678 planned" in words
+    assert "largest batch in 1.91 MiB: 1,234 (baseline), 5,678 (planned)" in words
 
 
 def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
@@ -119,13 +119,13 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
                      ("seq", 1024, False)]  # fmt: skip
     report = Report(rows=(), kept=(), unmatched=(), loss=True)
     assert list(size_lines(ReportData(report, {}, sizes, 24 * 10**9))) == [
-        "fits in 22.35 GiB: a batch of 5,000 plain, 5,000 planned",
-        "fits in 22.35 GiB: sequences of 1,024 (the model's limit) plain, "
-        "1,024 (the model's limit) planned",
+        "largest batch in 22.35 GiB: 5,000 (baseline), 5,000 (planned)",
+        "longest sequence in 22.35 GiB: 1,024, the model's limit (baseline), "
+        "1,024, the model's limit (planned)",
     ]
     sizes = {"batch": {"plain": 0, "planned": 1, "limit": 9}}
     assert list(size_lines(ReportData(report, {}, sizes, 1))) == [
-        "fits in 0.00 KiB: a batch of none plain, 1 planned"
+        "largest batch in 0.00 KiB: none (baseline), 1 (planned)"
     ]
 
 

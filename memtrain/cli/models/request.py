@@ -13,7 +13,7 @@ from memtrain.config.sizes import parse_size
 from memtrain.config.sources import nearest
 
 DTYPE_ALIASES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
-"""Other names of dtypes."""
+"""Short names of dtypes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "adamw": torch.optim.AdamW,
@@ -24,7 +24,7 @@ OPTIMIZERS: dict[str, Callable[[Any], Optimizer]] = {
     "nadam": torch.optim.NAdam,
 }
 _MIN_WITHOUT_UNIT = 2**20
-"""A size below it without a unit lacks its unit."""
+"""Smallest size that is accepted without a unit."""
 _ALLOWED = {
     "dtype": tuple(DTYPES),
     "optimizer": tuple(OPTIMIZERS),
@@ -48,38 +48,38 @@ class Request:
     image: int | None = None
     """Height and width, for images; 224 by default."""
     dtype: str = "float32"
-    """Of weights, gradients and activations; `bf16` is bfloat16, and so on."""
+    """Dtype of weights, gradients and activations; also `bf16`, `fp16`, `fp32`."""
     labels: bool = True
-    """Whether the model gets labels, so that the loss's saved tensors count."""
+    """Whether the batch has labels; without labels, the loss's saved tensors do not count."""
     attention: str | None = None
-    """`eager` or `sdpa`; transformers' choice by default."""
+    """`eager` or `sdpa`; transformers' default if empty."""
     dropout: float | None = None
-    """Every dropout of the config; as the config says by default."""
+    """Rate of every dropout of a transformers config; the config's rates if empty."""
     optimizer: str = "adamw"
     """A name of `OPTIMIZERS`."""
     compile: str = "false"
     """`true`: the model is compiled by `torch.compile`; `blocks`: each of its repeated blocks."""
     device: str | None = None
-    """Whose kernels and allocator the predicted peak is of: a name of `DEVICES`; `cuda` by default,
-    `cpu` of a compiled model."""
+    """Device whose kernels and allocator are predicted: a name of `DEVICES`; by default `cuda`, for
+    a compiled model `cpu`."""
     autocast: str | None = None
-    """`bfloat16` or `float16` around the predicted peak's forward."""
+    """`bfloat16` or `float16`: the predicted forward runs under autocast."""
     context: str = "512MiB"
-    """What the CUDA context and other processes take of the device of a budget or a memory."""
+    """Memory of the CUDA context and of other processes, for `budget` and `memory`."""
     memory: str | None = None
     """A size such as 24GiB: search the largest batch and the longest sequence that fit."""
     budget: str | None = None
-    """A size such as 24GiB: plan so that the peak fits."""
+    """A size such as 24GiB: find a plan whose peak fits."""
     allow: str = "quantise,recompute"
-    """Techniques that such a plan may use: names of `memtrain.planner.ALLOWED`."""
+    """Techniques that the planner may use: names in `memtrain.planner.ALLOWED`."""
     max_error: float = 1.0
-    """The most noise that it may bring, in units of the preset `balanced`'s."""
+    """Most noise of the plan, relative to the preset `balanced`."""
     objective: str = "time"
-    """Objective of such a plan: `time` or `error`."""
+    """The planner's objective: `time` or `error`."""
     plan: str | None = None
     """A plan file, in place of memtrain's keys."""
     verify: bool = False
-    """Whether the model is built, and its gradient on one batch compared with the exact one."""
+    """Whether to build the model, and compare its gradient on one batch with the exact one."""
 
     def __post_init__(self) -> None:
         self.dtype = DTYPE_ALIASES.get(self.dtype, self.dtype)
@@ -109,13 +109,13 @@ class Request:
     def _check_compiled(self) -> None:
         if self.device != "cpu":
             raise ValueError(
-                f"device={self.device}: compiled steps are predicted as a CPU runs them; "
-                f"allowed with compile={self.compile}: cpu"
+                f"device={self.device} with compile={self.compile}: compiled steps are predicted "
+                "for a CPU only; allowed: device=cpu"
             )
         if self.budget is not None:
             raise ValueError(
-                f"compile={self.compile}: plans that fit are of eager steps; allowed with "
-                "budget=: compile=false"
+                f"compile={self.compile} with budget=: the planner plans eager steps only; "
+                "allowed: compile=false"
             )
 
     @property

@@ -1,4 +1,4 @@
-"""Findings of a run of `memtrain-report`: sums, peaks, advice, limits."""
+"""Data that `memtrain-report` prints: sums, peaks, advice, limits."""
 
 import re
 from collections import Counter
@@ -14,12 +14,14 @@ from memtrain.config.sizes import format_size
 from memtrain.planner import Fit
 
 GROUPINGS = ("pattern", "site", "module", "op")
-"""Columns that rows can be summed by."""
+"""Values of `--by`."""
 SIDES = ("plain", "planned")
+LABELS = {"plain": "baseline", "planned": "planned"}
+"""Side -> its name in printed text."""
 MAX_MOMENTS = 400
-"""Moments of a step that are drawn or written, at most."""
+"""Most moments of a step that are drawn or written."""
 MIN_SHARE = 0.1
-"""A smaller share of the planned bytes is not worth a line of advice."""
+"""Share of the planned bytes below which no advice is given."""
 _MORE = re.compile(r" \(\+\d+\)$")
 _NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
 _REMEDIES = {
@@ -30,16 +32,16 @@ _REMEDIES = {
     "temporaries": "a smaller batch, shorter sequences or smaller images",
 }
 _ONCE = ("weights", "gradients", "optimizer states")
-"""Where nothing is advised that the plan does already."""
+"""Categories without advice if the plan compresses them already."""
 
 
 @dataclass(frozen=True)
 class ReportData:
-    """A report, what it was made for, and what was searched besides."""
+    """A report, its settings, and the results of `memory=` and `budget=`."""
 
     report: Report
     settings: Mapping[str, Any]
-    """Key -> value, as `arguments.settings` says."""
+    """Key -> value, from `arguments.settings`."""
     sizes: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
     """`batch`, and for text `seq` -> the largest that fits `memory=`: `plain`, `planned`, and the
     `limit` beyond which nothing was tried; 0 where not even 1 fits. Empty: none was searched."""
@@ -54,12 +56,12 @@ def sum_rows(report: Report, by: str) -> list[tuple[str, Total, int]]:
 
     Args:
         report: The audit.
-        by: `site`: every row by itself; `pattern`: rows whose names differ in layer numbers only,
-            written `h.*.mlp` as rules write them; `module`: everything of a module; `op`: the
-            saved activations of an op, and each other category.
+        by: `site`: one row each; `pattern`: rows whose names differ only in layer numbers, named
+            `h.*.mlp` as in rules; `module`: all rows of a module; `op`: the saved activations of
+            an op, and each other category.
 
     Returns:
-        Name, bytes and rows; most bytes first, plain or planned; equal ones in the model's order.
+        Name, bytes and number of rows; most bytes first, then in the model's order.
 
     Example:
         >>> rows = [Row(name=f"h.{i}.mlp / gelu / input", kind="activation", plain=8, planned=1)
@@ -125,12 +127,12 @@ def timelines(report: Report, *, measured: bool = False) -> dict[str, Timeline]:
 
 
 def live_at_peak(report: Report) -> dict[str, Total]:
-    """Return live bytes at the two peaks, and `total`; empty without timelines.
+    """Return live bytes at the peaks of both sides, and `total`; empty without timelines.
 
-    Each side at its own peak, which may be another moment of the step.
+    Each side has its own peak, which may be at different moments of the step.
 
     Returns:
-        Part -> its bytes; parts that neither side has are left out.
+        Part -> its bytes, without parts that are empty on both sides.
     """
     lines = timelines(report)
     if len(lines) < 2:
@@ -147,10 +149,10 @@ def live_at_peak(report: Report) -> dict[str, Total]:
 def peak_lines(report: Report) -> list[str]:
     """Return lines on the moments of the peaks, the requested and the measured bytes."""
     predicted = timelines(report)
-    lines = [_peak_line(side, line) for side, line in predicted.items()]
+    lines = [_peak_line(LABELS[side], line) for side, line in predicted.items()]
     lines += _saved_activation_lines(report)
     for side, line in timelines(report, measured=True).items():
-        words = _peak_line(f"{side}, measured", line)
+        words = _peak_line(f"{LABELS[side]}, measured", line)
         if side in predicted:
             words += f"; predicted {predicted[side].peak.nbytes / line.peak.nbytes - 1:+.1%}"
         lines.append(words)
@@ -168,27 +170,27 @@ def _peak_line(side: str, line: Timeline) -> str:
 
 
 def _saved_activation_lines(report: Report) -> Iterator[str]:
-    """Why the peak is not the saved activations: what else is alive at it, on each side."""
+    """Yield a line per side: saved activations, and the other bytes that are live at the peak."""
     totals = report.totals()[SAVED]
     for side, line in timelines(report).items():
         saved, parts = getattr(totals, side), Counter(line.peak.parts)
         alive = parts.pop(SAVED, 0) + parts.pop(RECOMPUTED, 0)
         rest = ", ".join(f"{name} {format_size(n)}" for name, n in parts.most_common(3))
         yield (
-            f"{side}: the forward saves {format_size(saved)} of activations; at the peak "
-            f"{format_size(alive)} of them are alive, beside {rest}"
+            f"{LABELS[side]}: the forward saves {format_size(saved)} of activations; at the peak "
+            f"{format_size(alive)} of them are live, besides {rest}"
         )
 
 
 def downsample(moments: Sequence[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
-    """Reduce moments to a maximum number: the highest of each stretch, which keeps every peak.
+    """Reduce moments to a maximum number: the highest moment of each interval, to keep peaks.
 
     Args:
-        moments: In their order.
-        most: How many; at least 1.
+        moments: The moments of a step, in order.
+        most: The maximum number, at least 1.
 
     Returns:
-        Some of them, in their order.
+        The remaining moments, in order.
 
     Example:
         >>> moments = [Moment("", "forward", nbytes, {}) for nbytes in (1, 9, 2, 3)]
@@ -203,27 +205,27 @@ def downsample(moments: Sequence[Moment], most: int = MAX_MOMENTS) -> list[Momen
 
 
 def answer_lines(data: ReportData) -> list[str]:
-    """What was asked, answered in a line or two, before any table.
+    """Return the answer to `budget=` or `memory=`, or the bytes of a step, in a line or two.
 
     Example:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
         >>> sizes = {"batch": {"plain": 4, "planned": 14, "limit": 2**20}}
         >>> answer_lines(ReportData(report, {}, sizes, 8 * 2**30))
-        ['fits in 8.00 GiB: a batch of 4 plain, 14 planned']
+        ['largest batch in 8.00 GiB: 4 (baseline), 14 (planned)']
     """
     return [*budget_lines(data), *size_lines(data)] or [*_need_lines(data.report)]
 
 
 def _need_lines(report: Report) -> Iterator[str]:
-    """Bytes of a step, plain and planned."""
+    """Yield the bytes of a step, of the baseline and planned."""
     lines = timelines(report)
     if len(lines) < 2:
         return
     plain, planned = (line.needed.nbytes for line in lines.values())
     where = "of the device" if lines["plain"].reserved is not None else "at its peak"
     yield (
-        f"a step needs {format_size(plain)} {where} plain, {format_size(planned)} planned "
-        f"({planned / plain:.2f} of it)"
+        f"a step needs {format_size(plain)} {where} without memtrain, "
+        f"{format_size(planned)} with it ({planned / plain:.2f})"
     )
 
 
@@ -234,19 +236,19 @@ def size_lines(data: ReportData) -> Iterator[str]:
         >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
         >>> sizes = {"batch": {"plain": 0, "planned": 12, "limit": 12}}
         >>> list(size_lines(ReportData(report, {}, sizes, 2**30)))
-        ["fits in 1.00 GiB: a batch of none plain, 12 (the model's limit) planned"]
+        ["largest batch in 1.00 GiB: none (baseline), 12, the model's limit (planned)"]
     """
-    words = {"batch": "a batch of", "seq": "sequences of"}
+    words = {"batch": "largest batch", "seq": "longest sequence"}
     for what, found in data.sizes.items():
-        limit = {found["limit"]: f"{found['limit']:,} (the model's limit)", 0: "none"}
-        both = ", ".join(f"{limit.get(found[side], f'{found[side]:,}')} {side}" for side in SIDES)
-        yield f"fits in {format_size(data.memory)}: {words[what]} {both}"
+        limit = {found["limit"]: f"{found['limit']:,}, the model's limit", 0: "none"}
+        sizes = (f"{limit.get(found[side], f'{found[side]:,}')} ({LABELS[side]})" for side in SIDES)
+        yield f"{words[what]} in {format_size(data.memory)}: {', '.join(sizes)}"
 
 
 def budget_lines(data: ReportData) -> Iterator[str]:
-    """Whether plain PyTorch fits the budget, what takes it if not, and whether the plan does.
+    """Yield whether the baseline (else its largest parts) and the plan fit the budget.
 
-    Without a budget or a peak there is nothing to say.
+    Without a budget or a peak, nothing is yielded.
     """
     lines, fit = timelines(data.report), data.fit
     if fit is None or len(lines) < 2:
@@ -254,17 +256,17 @@ def budget_lines(data: ReportData) -> Iterator[str]:
     plain, planned = (line.needed for line in lines.values())
     size = format_size(fit.budget)
     if plain.nbytes <= fit.budget:
-        yield f"plain PyTorch fits {size} as it is: it needs {format_size(plain.nbytes)}"
+        yield f"the baseline fits {size}: it needs {format_size(plain.nbytes)}"
     else:
         held = Counter(plain.parts).most_common(2)
         most = " and ".join(f"{name} ({format_size(nbytes)})" for name, nbytes in held)
         needs = format_size(plain.nbytes)
-        yield f"plain PyTorch does not fit {size}: it needs {needs}, most of it {most}"
+        yield f"the baseline does not fit {size}: it needs {needs}, most of it {most}"
     needs, free = format_size(planned.nbytes), fit.budget - planned.nbytes
     if free < 0:
-        yield f"with the plan it does not fit: {needs}"
+        yield f"the plan does not fit: {needs}"
     else:
-        yield f"with the plan it fits: {needs}, and {format_size(free)} stay free"
+        yield f"the plan fits: {needs}, and {format_size(free)} stay free"
 
 
 def advice(report: Report) -> Iterator[str]:
@@ -274,7 +276,7 @@ def advice(report: Report) -> Iterator[str]:
         report: The audit.
 
     Yields:
-        Lines, the largest share first; what the plan compresses already is not advised again.
+        Lines, the largest share first, without what the plan does already.
 
     Example:
         >>> row = Row(name="w", kind="gradient", plain=8, planned=8)

@@ -20,19 +20,19 @@ from memtrain.cli.render.report_data import (
 from memtrain.config.sizes import format_size
 
 HIDDEN = ("labels", "overrides")
-"""Settings that the first line leaves to others."""
+"""Settings that the first line does not show."""
 
 
 def show(console: Console, data: ReportData, *, top: int = 10, by: str = "pattern") -> None:
-    """Print the plan for a budget and the answer, then tables.
+    """Print a plan for a budget, the answer, and the tables of a report.
 
-    The tables: categories, the peak, the largest sums, what is kept and why.
+    The tables: categories, the peak, the largest sums, kept tensors with their reasons.
 
     Args:
-        console: Where to; 80 columns are enough.
-        data: What was found.
-        top: How many of the largest sums.
-        by: What rows are summed by: `report_data.GROUPINGS`.
+        console: The output, at least 80 columns wide.
+        data: The report's data.
+        top: Number of largest sums.
+        by: One of `report_data.GROUPINGS`.
     """
     report = data.report
     if data.fit:
@@ -50,7 +50,7 @@ def show(console: Console, data: ReportData, *, top: int = 10, by: str = "patter
     for line in lines:
         console.print(line, markup=False)
     if hints := [] if data.fit else list(advice(report)):  # the planner has chosen
-        console.print("what is left with the plan, and what would shrink it")
+        console.print("largest parts with the plan, and how to reduce them")
         for line in hints:
             console.print(f"  {line}", markup=False)
     if lines or hints:
@@ -81,14 +81,14 @@ def _categories(report: Report) -> Table:
 def _peak(data: ReportData) -> Table:
     """Return the table of live bytes at the peak, of the baseline and the plan."""
     device = data.settings.get("device")
-    table = _table("alive at the peak" + (f" of a step on {device}" if device else ""))
+    table = _table("live at the peak" + (f" of a step on {device}" if device else ""))
     for name, pair in live_at_peak(data.report).items():
         table.add_row(name, *format_total(pair), style="bold" if name == "total" else "")
     return table
 
 
 def notes(report: Report) -> list[str]:
-    """Return notes on what the sums leave out."""
+    """Return notes on bytes that the sums do not include."""
     lines = [
         f"{name}: unknown, left out: {total.unknown}"
         for name, total in report.totals().items()
@@ -115,7 +115,7 @@ def _largest(report: Report, top: int, by: str) -> Table:
 
 
 def _kept(groups: Iterable[KeptTensors]) -> RenderableType:
-    """Return the table of sites that are kept as they are, by reason."""
+    """Return the table of kept sites by reason."""
     table = Table(title="\nnot compressed, and why", title_justify="left", box=None, pad_edge=False)
     table.add_column("why", overflow="fold")
     table.add_column("kind")
@@ -136,6 +136,6 @@ def format_total(total: Total) -> tuple[str, str, str]:
 def _table(title: str) -> Table:
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, expand=False)
     table.add_column("", overflow="fold", ratio=None)
-    for name in ("plain", "planned", "ratio"):
+    for name in ("baseline", "planned", "ratio"):
         table.add_column(name, justify="right", no_wrap=True)
     return table

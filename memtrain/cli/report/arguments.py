@@ -24,13 +24,13 @@ from memtrain.training.settings import typed
 FILES = ("json", "svg")
 """Options that write a file."""
 PLANNER = ("allow", "max_error", "objective")
-"""Keys that mean something with a budget."""
+"""Keys that need `budget=`."""
 STDOUT = Path("-")
 HELP = """\
 usage: memtrain-report model=NAME [key=value ...] [options]
 
 Predict the bytes of a training step without running it: weights, gradients,
-optimizer states and saved activations, in plain PyTorch and under a plan. No
+optimizer states and saved activations, without memtrain and with a plan. No
 weight is allocated.
 
 examples:
@@ -51,7 +51,7 @@ examples:
     memtrain-report model=hf:path/to/config.json
   How large a batch, how long a sequence fit into 24 GiB?
     memtrain-report model=gpt2 memory=24GiB
-  What must be compressed, or run again, to fit into 4 GiB? Keep that plan:
+  What must be compressed or recomputed to fit into 4 GiB? Save that plan:
     memtrain-report model=gpt2 batch=8 budget=4GiB --plan plan.yaml
     memtrain-report model=gpt2 batch=8 plan=plan.yaml
   Inside torch.compile, block by block?
@@ -80,15 +80,15 @@ keys:
   context    512MiB: what the CUDA context takes of the device in memory= and
              budget=
   memory     24GiB, 24GB ...: search the largest batch and the longest sequence
-             whose predicted peak fits (some minutes)
-  budget     24GiB, 24GB ...: plan so that the peak fits (about a minute); what
-             a preset's rules say does not count then; with
+             whose predicted peak fits (minutes)
+  budget     24GiB, 24GB ...: find a plan whose peak fits (about a minute); the
+             plan replaces the preset's rules; with
     allow      quantise,recompute (also: release, weights)
     max_error  1: the most noise, in units of balanced's
     objective  time, error
   plan       a plan file in place of the keys below
   verify     true: build the model, run one batch, and compare replaced ops,
-             saved tensors and each site's gradient with the exact ones (takes
+             saved tensors and each site's gradient with the exact ones (needs
              a training step's memory, and some passes per site)
   preset     {presets}
   and any key of memtrain's config
@@ -99,11 +99,11 @@ options:
   --top N      how many of them to show (10)
   --json FILE  write the report as JSON (docs/guides/report.md describes it); -
                is the standard output, and then no table is printed
-  --svg FILE   draw the live bytes over the step, plain beside planned (needs
-               matplotlib)
+  --svg FILE   draw the live bytes over the step, without and with the plan
+               (needs matplotlib)
   --plan FILE  write the plan, for plan= and wrap(model, optimizer, FILE)
-  --measure    build the model for real and run steps, plain and planned: their
-               peaks beside the predicted ones (takes a step's memory)
+  --measure    allocate the model, run steps without and with the plan, and
+               print their peaks (needs a step's memory)
   --no-peak    leave out the peak: faster, as no backward and no update is
                simulated
   --fail-over SIZE    exit status 3 if the planned peak (with --no-peak: the
@@ -117,7 +117,7 @@ or verify=true finds wrong values or a biased gradient, 130 interrupted
 
 
 def help_text() -> str:
-    """The text, with the models, optimizers and presets there are."""
+    """Return the help with the names of models, optimizers and presets."""
 
     def wrapped(names: Iterable[str], indent: int) -> str:
         lines = textwrap.wrap(", ".join(names), 80 - indent, break_on_hyphens=False)
@@ -131,17 +131,17 @@ def help_text() -> str:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Read the options; keys of the form key=value stay as they are, in `overrides`.
+    """Parse the options; arguments of the form key=value are in `overrides`.
 
     Args:
-        argv: Without the program's name.
+        argv: Arguments without the program's name.
 
     Returns:
         The options.
 
     Raises:
-        ValueError: For an option or a value that is not allowed.
-        OSError: For a file that could not be written.
+        ValueError: For an unknown option, or a value that is not allowed.
+        OSError: For a file that cannot be written.
 
     Example:
         >>> parse_options(["model=gpt2", "--fail-over", "24GiB"]).fail_over
@@ -172,16 +172,16 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
-    """The report's own keys, and memtrain's.
+    """Parse the keys of the report and of memtrain's config.
 
     Args:
-        overrides: key=value, each.
+        overrides: Arguments of the form key=value.
 
     Returns:
-        What is asked for, checked.
+        The validated request and config.
 
     Raises:
-        ValueError: For an unknown key or value; says which is nearest.
+        ValueError: For an unknown key or value, with the nearest valid one.
         TypeError: For a value of the wrong type.
 
     Example:
@@ -202,10 +202,10 @@ def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
         raise ValueError(f"model= is missing; allowed: {', '.join(known_models())}")
     keys = {item.partition("=")[0] for item in mine}
     if request.budget is None and (lone := [name for name in PLANNER if name in keys]):
-        raise ValueError(f"{lone[0]}= is for a plan that fits; allowed: with budget=")
+        raise ValueError(f"{lone[0]}= is for the planner; allowed: together with budget=")
     rest = [item for item in overrides if item not in mine]
     if request.plan is not None and rest:
-        raise ValueError(f"plan= takes the place of memtrain's keys; {rest[0]!r} is not for it")
+        raise ValueError(f"plan= with {rest[0]!r}; allowed: plan= or keys of a config, not both")
     return request, load(rest)
 
 
@@ -219,15 +219,15 @@ def _suggest_key(word: str) -> str:
 
 
 def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str, Any]:
-    """Describe the model, batch and overrides of a report, as shown and as written.
+    """Return the settings of a report, which its first line and its JSON file show.
 
     Args:
         request: The model and its batch.
-        overrides: As given.
-        batch: The model's arguments: its sizes stand for those that were left open.
+        overrides: The arguments of the form key=value.
+        batch: The model's inputs; their sizes complete the request's.
 
     Returns:
-        Key -> value; what was left open and has no size is missing.
+        Key -> value, without keys that have no value.
     """
     own = dataclasses.asdict(request)
     names = tuple(own)

@@ -1,4 +1,4 @@
-"""Plans that fit `budget=`, sizes that fit `memory=`, and plan files."""
+"""Plans for `budget=`, sizes for `memory=`, and plan files."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,6 +13,7 @@ from memtrain.audit.peak.predict import UnpredictableError, conditions
 from memtrain.cli.models.build_model import Built
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import Request
+from memtrain.cli.render.report_data import LABELS
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config, load
 from memtrain.plan.plan import make_plan
@@ -23,17 +24,10 @@ _MOST = 2**20
 
 
 def load_config(request: Request, config: Config) -> Config:
-    """The config of the plan file that is asked for, or the one of the other keys.
-
-    Args:
-        request: Its `plan` names the file.
-        config: Of memtrain's keys.
-
-    Returns:
-        The config to report on.
+    """Return the config of the file in `plan=`, or `config` without `plan=`.
 
     Raises:
-        ValueError: For a file that does not exist or is no YAML, with its line if it is corrupt.
+        ValueError: For a file that does not exist or is not valid.
     """
     if request.plan is None:
         return config
@@ -43,17 +37,10 @@ def load_config(request: Request, config: Config) -> Config:
 
 
 def planner_goal(request: Request, step: StepOptions) -> Goal | None:
-    """The planner's goal, checked before a model is built.
-
-    Args:
-        request: Its `budget`, `allow`, `max_error` and `objective`.
-        step: The step whose peak must fit.
-
-    Returns:
-        The goal; None without a budget.
+    """Return the planner's goal for a step, or None without `budget=`.
 
     Raises:
-        ValueError: For values that are not allowed.
+        ValueError: For an invalid `allow`, `max_error` or `objective`.
     """
     if request.budget is None:
         return None
@@ -68,22 +55,18 @@ def planner_goal(request: Request, step: StepOptions) -> Goal | None:
 def plan_for_budget(
     request: Request, config: Config, built: Built, goal: Goal | None, progress: Progress = silent
 ) -> Fit | None:
-    """The plan that fits the budget, if there is one to fit.
+    """Return the planner's result, or None without a goal.
 
     Args:
-        request: Its `budget`.
-        config: Whose exceptions and options hold.
+        request: The request, with its `budget`.
+        config: The config, with its exceptions and options.
         built: Model, optimizer and batch.
-        goal: What is asked of the plan.
-        progress: Called with each stage.
-
-    Returns:
-        What the planner found; None without a goal.
+        goal: The planner's goal.
+        progress: A function that is called with each stage.
 
     Raises:
-        DoesNotFit: If nothing fits.
-        ValueError: For values that are not allowed.
-        UnpredictableError: If the model cannot run without data.
+        DoesNotFit: If no plan fits.
+        UnpredictableError: If the model does not run on fake tensors.
     """
     if goal is None or request.budget is None:
         return None
@@ -97,7 +80,7 @@ def plan_for_budget(
 
 
 def one_line(error: Exception) -> str:
-    """Explain an error of a model under fake tensors, in a line.
+    """Return an error of a model under fake tensors as one line.
 
     Example:
         >>> one_line(RuntimeError("shapes differ")), one_line(ValueError("no weights"))
@@ -120,10 +103,10 @@ def largest_sizes(
 
     Args:
         built: Model, optimizer and a batch.
-        request: Its `memory`.
-        config: The plan.
-        options: Of the step.
-        working: Called with each stage.
+        request: The request, with its `memory`.
+        config: The config of the planned side.
+        options: The options of the step.
+        working: A function that is called with each stage.
 
     Returns:
         `ReportData.sizes`.
@@ -141,7 +124,7 @@ def largest_sizes(
     words = {"batch": "largest batch", "seq": "longest sequence"}
     for what, found in sizes.items():
         for side, cfg in (("plain", None), ("planned", config)):
-            with working(f"searching the {words[what]} that fits, {side}"):
+            with working(f"searching the {words[what]} that fits, {LABELS[side]}"):
                 most = found["limit"]
                 sized = largest(*built, cfg, memory=memory, what=what, most=most, options=options)
             found[side] = sized.size
@@ -149,7 +132,7 @@ def largest_sizes(
 
 
 def save_plan(path: Path, built: Built, config: Config, step: StepOptions) -> None:
-    """Write the plan that a config makes of a model and a batch for a step's device."""
+    """Write the plan of a config for a model and a batch."""
     model, optimizer, batch = built
     with conditions(model, step):
         plan = make_plan(model, optimizer, config, batch=batch)
@@ -157,6 +140,6 @@ def save_plan(path: Path, built: Built, config: Config, step: StepOptions) -> No
 
 
 def print_misfit(errors: Console, error: DoesNotFit) -> None:
-    """Print why nothing fits, and what would help."""
-    for line in (*error.lines(), "without budget= the report shows where every byte goes"):
+    """Print why no plan fits, and possible fixes."""
+    for line in (*error.lines(), "without budget=, the report shows where every byte goes"):
         errors.print(f"memtrain-report: {line}", markup=False)

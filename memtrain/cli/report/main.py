@@ -1,4 +1,4 @@
-"""`memtrain-report`: where every byte of a training step would go, plain and planned."""
+"""`memtrain-report`: predict the bytes of a training step, without and with memtrain."""
 
 import argparse
 import sys
@@ -35,14 +35,14 @@ DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The entry point.
+    """Run the program.
 
     Args:
-        argv: Without the program's name; `sys.argv`'s by default.
+        argv: Arguments without the program's name; those of `sys.argv` by default.
 
     Returns:
         The exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or files,
-        3 a limit is broken or nothing fits the budget, 130 interrupted.
+        3 above a limit, or no plan fits the budget, 130 interrupted.
 
     Example:
         >>> main(["model=gpt3"])
@@ -81,7 +81,7 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     config = budget.load_config(request, config)
     progress = partial(working, errors)
     step = _step(request, options, errors)
-    with progress("reading the goal"):
+    with progress("checking the budget"):
         goal = budget.planner_goal(request, step)
     with progress(f"building {request.model}{'' if options.measure else ' without its weights'}"):
         built = (
@@ -122,7 +122,7 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
 
 
 def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
-    """The step to predict: on the device of the one to measure, where one is."""
+    """Return the options of the predicted step, on the device of the measured one if any."""
     for name, asked in (("--measure", options.measure), ("verify=true", request.verify)):
         if asked and request.compiled:
             raise ValueError(
@@ -148,7 +148,7 @@ def _audit(
 ) -> Report:
     make_plan(*built[:2], config)  # an error in a plan is not the model's
     try:
-        with working("tracing the step, plain and planned"):
+        with working("tracing the step, without and with the plan"):
             return audit(*built, config, peak=options.peak, measure=options.measure, options=step)
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
@@ -164,11 +164,11 @@ def _files(options: argparse.Namespace, data: ReportData) -> Iterator[tuple[Path
 
 
 def write(path: Path, text: str) -> None:
-    """Write a file, whole or not at all.
+    """Write a file atomically.
 
     Args:
-        path: The file; an older one is replaced.
-        text: Its content.
+        path: The file; an existing one is replaced.
+        text: The content.
 
     Raises:
         OSError: If it cannot be written; names the path.
@@ -178,9 +178,9 @@ def write(path: Path, text: str) -> None:
 
 
 def run_verify(request: Request, config: Config) -> Verification:
-    """Build the model with initial weights, and compare a step on random data with the exact one.
+    """Build the model with initial weights, and compare a step on random data with the exact step.
 
-    A `py:` builder's own weights and batch are used as they are.
+    The weights and the batch of a `py:` builder are used as they are.
 
     Args:
         request: The model and its batch.
@@ -190,7 +190,7 @@ def run_verify(request: Request, config: Config) -> Verification:
         The verdict, and the quality of each site's gradient.
 
     Memory:
-        A plain training step's, and five gradients.
+        A baseline training step's, and five gradients.
     """
     model, _, batch = build_real(request, config.seed)
     return verify(model, batch, config, per_site=True, warn=False, progress=True)
