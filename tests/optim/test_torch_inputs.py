@@ -12,8 +12,6 @@ import torch
 from torch import nn
 
 from memtrain import optim
-from memtrain.compressors import Identity
-from memtrain.optim import CompressedOptimizer, compress
 from memtrain.optim.fused.payloads import real_view
 from tests.optim.behaviours import ADAMS, FUSED
 from tests.optim.torch_inputs import (
@@ -103,14 +101,6 @@ REFUSALS = [
 """Every case in which memtrain's optimizers do not do what torch's do, but for an `eps` that is 0
 in float16 (test_half_precision.py): docs/guides/optimizers.md lists the main
 ones. A case that is listed and works after all fails the suite."""
-
-TAKEN = {
-    "lr as a Tensor is not supported for capturable=False and foreach=True",
-    r"betas\[0\] as a Tensor is not supported for capturable=False and foreach=True",
-    "betas must be either both floats or both Tensors",
-}
-"""What torch refuses and the fused optimizers take: `foreach` means nothing there, and each number
-of a step is read by itself."""
 
 
 def each(behaviour, name, body, *flags):
@@ -234,20 +224,6 @@ def test_a_state_dict_goes_on_exactly(name, dtype):
     each(f"state_dict-{dtype}", name, body, "fused")
 
 
-@pytest.mark.parametrize("form", [make, exact], ids=["packed", "exact"])
-def test_nadams_running_product_goes_on_exactly_in_bfloat16(form):
-    name = "compress(NAdam)"
-    own = parameters(name, torch.bfloat16)
-    optimizer = form(name, own)
-    steps(optimizer, name, own)
-    other = copy.deepcopy(own)
-    late = form(name, other)
-    late.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-    for each_optimizer, params in ((optimizer, own), (late, other)):
-        steps(each_optimizer, name, params, first=3)
-    assert_equal(own, other)
-
-
 @every
 def test_older_state_dicts_lack_options_and_have_numbers_for_steps(name):
     def body(options):
@@ -298,21 +274,6 @@ def test_a_state_dict_of_another_dtype_is_taken(name, dtype, form):
             assert all(p.isfinite().all() for p in b)
 
     each("state_dict", name, body)
-
-
-@every
-def test_deepcopies_have_all_public_attributes(name):
-    def body(options):
-        own = parameters(name)
-        optimizer = make(name, own, **options)
-        steps(optimizer, name, own)
-        found = [
-            {key for key in vars(each) if not key.startswith("_")}
-            for each in (optimizer, copy.deepcopy(optimizer))
-        ]
-        assert found[0] == found[1]
-
-    each("deepcopy", name, body)
 
 
 @every
@@ -431,114 +392,6 @@ def test_groups_have_their_own_options_and_schedules(name):
     each("groups", name, body)
 
 
-@every
-def test_differentiable_is_refused_by_name(name):
-    supported = "differentiable" in infos()[kind(name)].supported_impls
-    if not supported:
-        return
-    refused = pytest.raises(ValueError, match="compressed states have no gradient")
-    own = parameters(name)
-    before = plain(name, own, differentiable=True) if name not in FUSED else None
-    with refused:
-        make(name, own, differentiable=True)
-    if before is not None:
-        with refused:
-            CompressedOptimizer(before)
-        assert "step" not in vars(before)
-    optimizer = make(name, own)
-    with refused:
-        optimizer.add_param_group({"params": parameters(name), "differentiable": True})
-    assert len(optimizer.param_groups) == 1
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0].update(differentiable=True, lr=7.0)
-    with refused:
-        optimizer.load_state_dict(saved)
-    assert optimizer.param_groups[0]["lr"] != 7.0
-    steps_before = copy.deepcopy(own)
-    give_gradients(name, own)
-    optimizer.param_groups[0]["differentiable"] = True
-    with refused:
-        optimizer.step()
-    assert_equal(own, steps_before)
-
-
-@every
-def test_errors_are_those_of_torch(name):
-    info = infos()[kind(name)]
-    for given in info.optim_error_inputs_func(device="cpu", dtype=torch.float32):
-        case = given.optimizer_error_input
-        params = parameters(name) if case.params is None else case.params
-        try:
-            if name in FUSED and given.error_regex in TAKEN:
-                optimizer = make(name, params, **case.kwargs)
-                give_gradients(name, params)
-                optimizer.step()
-            elif issubclass(given.error_type, Warning):
-                if kind(name) != "LBFGS":
-                    with pytest.warns(given.error_type, match=given.error_regex):
-                        make(name, params, **case.kwargs)
-            else:
-                with pytest.raises(given.error_type, match=given.error_regex):
-                    make(name, params, **case.kwargs).step()
-        except BaseException as error:
-            error.add_note(f"{name}: {case.desc}")
-            raise
-
-
-@pytest.mark.parametrize(
-    "name", [n for n in NAMES if n in FUSED or "fused" in infos()[kind(n)].supported_impls]
-)
-def test_parameters_without_data_are_an_error(name):
-    with torch.device("meta"):
-        model = nn.Linear(3, 2)
-    optimizer = make(name, model.parameters(), **({} if kind(name) == "Lion" else {"fused": True}))
-    for param in model.parameters():
-        param.grad = torch.rand_like(param)
-    before = copy.copy(optimizer.state)  # Adagrad's are there from the start
-    with pytest.raises(RuntimeError, match="requires all the params to"):
-        optimizer.step()
-    assert optimizer.state == before
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "Lion" and kind(n) != "LBFGS"])
-def test_capturable_is_refused_by_name(name):
-    """Whatever brings it: a constructor, a torch optimizer, a checkpoint, a group."""
-    if not any(i.kwargs.get("capturable") for i in infos()[kind(name)].optim_inputs_func("cuda")):
-        return
-    refused = pytest.raises(ValueError, match="call step outside; allowed: capturable=False")
-    own = parameters(name)
-    if kind(name) != "Lion":
-        with refused:
-            make(name, own, capturable=True)
-        before = plain(name, own, capturable=True)
-        with refused:
-            compress(before)
-        assert "step" not in vars(before)
-    optimizer, start = make(name, own), copy.deepcopy(own)
-    saved = copy.deepcopy(optimizer.state_dict())
-    saved["param_groups"][0].update(capturable=True)
-    with refused:
-        optimizer.load_state_dict(saved)
-    give_gradients(name, own)
-    optimizer.param_groups[0]["capturable"] = True
-    with refused:
-        optimizer.step()
-    assert_equal(own, start)
-    assert not any(optimizer.state.values())
-
-
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "Lion" and kind(n) != "LBFGS"])
-def test_a_captured_step_is_refused(name, monkeypatch):
-    own = parameters(name)
-    optimizer, start = make(name, own), copy.deepcopy(own)
-    give_gradients(name, own)
-    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    with pytest.raises(RuntimeError, match="can't be captured in a CUDA graph"):
-        optimizer.step()
-    assert_equal(own, start)
-
-
 @pytest.mark.parametrize("adam", ["Adam8bit", "compress(Adam)", "CompressedOptimizer(Adam)"])
 @pytest.mark.parametrize("adamw", ["AdamW4bit", "AdamW8bitFactor", "CompressedOptimizer(AdamW)"])
 def test_whose_weight_decay_is_decoupled(adam, adamw):
@@ -563,21 +416,6 @@ def test_an_option_that_says_adam_is_kept(name):
     adam = make(name, own, decoupled_weight_decay=False)
     adam.load_state_dict(adam.state_dict())
     assert adam.param_groups[0]["decoupled_weight_decay"] is False
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_torchs_fused_sgd_is_refused_where_it_is_wrong(dtype):
-    """Around the identity its steps are torch's own: in half precision those differ run by run."""
-    own = parameters("compress(SGD)", dtype)
-    inner = torch.optim.SGD(own, momentum=0.9, fused=True)
-    optimizer, start = compress(inner, lambda param, state: Identity()), copy.deepcopy(own)
-    give_gradients("compress(SGD)", own)
-    with pytest.raises(ValueError, match="random numbers; allowed there: fused=False"):
-        optimizer.step()
-    assert_equal(own, start)
-    assert not optimizer.state
-    optimizer.param_groups[0]["fused"] = False
-    optimizer.step()
 
 
 def test_every_optimizer_of_torchs_list_is_here():
