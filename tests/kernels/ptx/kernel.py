@@ -13,7 +13,6 @@ a barrier that lacks is not seen.
 Reference: NVIDIA, Parallel Thread Execution ISA, version 8.7, chapter 9.7.
 """
 
-import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -22,21 +21,16 @@ from tests.kernels.ptx import arithmetic
 from tests.kernels.ptx.arithmetic import BITS, DTYPES, Array
 from tests.kernels.ptx.memory import Fault, Memory
 from tests.kernels.ptx.program import Instruction, Program
+from tests.kernels.ptx.registers import Mask, Read, Step, names_of
+from tests.kernels.ptx.warps import WARP, Warps, is_whole
 
-WARP = 32
 LANES = 2**15
 """Threads at most that run side by side: programs beyond wait for their turn."""
 
-Mask = Array | None
-"""Which threads run; None: all that are left."""
-Step = Callable[[Mask], None]
-Read = Callable[[], Array]
-
-_SPECIAL = ("%tid", "%ctaid", "%nctaid", "%laneid")
 _HINTS = {"nc", "relaxed", "gpu", "volatile", "v2", "v4"}
 
 
-class Kernel:
+class Kernel(Warps):
     """A kernel that can be launched, one launch after the other.
 
     Args:
@@ -47,10 +41,9 @@ class Kernel:
     """
 
     def __init__(self, program: Program, shared: int = 0, seed: int | None = None) -> None:
-        self.program, self.seed = program, seed
-        self.nshared = -(-shared // 16) * 16
+        super().__init__(program, shared)
+        self.seed = seed
         self.arguments: dict[str, Array] = {}
-        self.registers: dict[str, Array] = {}
         self.steps = [self._step(one) for one in program.code]
 
     def launch(
@@ -125,71 +118,6 @@ class Kernel:
             at += 1
         return [(at, mask)]
 
-    def _holds(self, guard: tuple[str, bool]) -> Array:
-        name, wanted = guard
-        return self._bits(name) if wanted else ~self._bits(name)
-
-    # -- operands ---------------------------------------------------------------------------
-
-    def _width(self, name: str) -> int:
-        widths = self.program.widths
-        return widths[name] if name in widths else widths[name.rstrip("0123456789")]
-
-    def _bits(self, name: str) -> Array:
-        """A register's bits; of one that was not set, all."""
-        value = self.registers.get(name)
-        if value is None:
-            width = self._width(name)
-            value = np.ones(1, bool) if width == 1 else ~np.zeros(1, f"u{width // 8}")
-        return value
-
-    def _reader(self, operand: str, kind: str) -> Read:
-        """What gives an operand's values in a type."""
-        if operand.startswith(_SPECIAL):
-            return lambda: self.special[operand]
-        if not operand.startswith("%"):
-            value = _immediate(operand, kind)
-            return lambda: value
-        if kind == "pred":
-            return lambda: self._bits(operand)
-        if kind == "bf16":
-            return lambda: arithmetic.from_bfloat16(self._bits(operand))
-        dtype = DTYPES[kind]
-        if self._width(operand) == BITS[kind]:
-            return lambda: self._bits(operand).view(dtype)
-        return lambda: self._bits(operand).astype(f"u{dtype.itemsize}").view(dtype)
-
-    def _halves(self, operand: str, kind: str) -> Callable[[], list[Array]]:
-        """What gives both halves of 32 bits."""
-        read = self._reader(operand, "u32")
-
-        def halves() -> list[Array]:
-            value = read()
-            parts = [(value >> np.uint32(shift)).astype(np.uint16) for shift in (0, 16)]
-            if kind == "bf16x2":
-                return [arithmetic.from_bfloat16(part) for part in parts]
-            return [part.view(DTYPES[kind.removesuffix("x2")]) for part in parts]
-
-        return halves
-
-    def _write(self, name: str, value: Array, active: Mask) -> None:
-        """Set a register of the threads that run."""
-        if name == "_":
-            return
-        width = self._width(name)
-        if width > 1:
-            bits = np.dtype(f"u{width // 8}")
-            if value.dtype.itemsize != bits.itemsize:  # with its sign, where it has one
-                value = value.astype(f"i{width // 8}" if value.dtype.kind == "i" else bits)
-            value = value.view(bits)
-        if active is not None:
-            value = np.where(active, value, self._bits(name))
-        self.registers[name] = value
-
-    def _write_halves(self, name: str, low: Array, high: Array, active: Mask) -> None:
-        whole = low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
-        self._write(name, whole, active)
-
     # -- instructions -----------------------------------------------------------------------
 
     def _step(self, one: Instruction) -> Step:
@@ -204,7 +132,7 @@ class Kernel:
 
     def _bar(self, one: Instruction) -> Step:
         def run(active: Mask) -> None:
-            if active is not None and not _whole(active, self.alive, self.program.threads):
+            if active is not None and not is_whole(active, self.alive, self.program.threads):
                 raise Fault(f"not all threads of a program come to it: {one.text}")
 
         return run
@@ -212,9 +140,9 @@ class Kernel:
     def _mov(self, one: Instruction) -> Step:
         kind, (to, source) = one.modifiers[-1], one.operands
         if to.startswith("{"):
-            return self._unpack(_names(to), self._reader(source, kind), BITS[kind])
+            return self._unpack(names_of(to), self._reader(source, kind), BITS[kind])
         if source.startswith("{"):
-            return self._pack(to, _names(source), BITS[kind])
+            return self._pack(to, names_of(source), BITS[kind])
         read = self._reader(source, kind)
         return lambda active: self._write(to, read(), active)
 
@@ -372,7 +300,7 @@ class Kernel:
 
     def _ld(self, one: Instruction) -> Step:
         space, kind, count = _access(one)
-        names, address = _names(one.operands[0]), one.operands[1]
+        names, address = names_of(one.operands[0]), one.operands[1]
         if space == "param":
             given = address.strip("[] ")
             return lambda active: self._write(names[0], self.arguments[given], active)
@@ -397,7 +325,7 @@ class Kernel:
     def _st(self, one: Instruction) -> Step:
         space, kind, count = _access(one)
         where, size = self._address(one.operands[0]), DTYPES[kind].itemsize
-        reads = [self._reader(name, kind) for name in _names(one.operands[1])]
+        reads = [self._reader(name, kind) for name in names_of(one.operands[1])]
 
         def run(active: Mask) -> None:
             lanes, addresses = self._running(where(), active)
@@ -430,135 +358,6 @@ class Kernel:
 
     _red = _atom
 
-    def _address(self, operand: str) -> Read:
-        """What gives an address in brackets: of global memory, or a place in shared memory."""
-        base, _, offset = (part.strip() for part in operand.strip("[] ").partition("+"))
-        wide = base.startswith("%") and self._width(base) == 64
-        read, by = self._reader(base, "u64" if wide else "u32"), int(offset or "0", 0)
-        return lambda: (read().astype(np.int64) + by).view(np.uint64)
-
-    def _each(self, value: Array) -> Array:
-        return np.broadcast_to(value, self.lanes)
-
-    def _running(self, addresses: Array, active: Mask) -> tuple[Array, Array]:
-        """Numbers of the threads that run, and their addresses."""
-        lanes = np.flatnonzero(self.alive if active is None else active)
-        return lanes, self._each(addresses)[lanes]
-
-    def _place(self, addresses: Array, size: int, count: int, text: str) -> Array:
-        """Numbers of the elements at some places in shared memory."""
-        if (addresses % np.uint64(size * count)).any():
-            raise Fault(f"misaligned address: {text}")
-        if (addresses + np.uint64(size * count) > self.nshared).any():
-            raise Fault(f"outside of {self.nshared} bytes of shared memory: {text}")
-        return (addresses // np.uint64(size)).astype(np.int64)
-
-    # -- warps ------------------------------------------------------------------------------
-
-    def _shfl(self, one: Instruction) -> Step:
-        _, mode, _ = one.modifiers
-        name, _, valid = one.operands[0].partition("|")
-        value, step, clamp = (self._reader(operand, "u32") for operand in one.operands[1:4])
-
-        def run(active: Mask) -> None:
-            self._check_warps(active, one.text)
-            lane = self.special["%laneid"].astype(np.int64)
-            by, limits = (self._each(read()).astype(np.int64) for read in (step, clamp))
-            by &= 31
-            segment, least = (limits >> 8) & 31, limits & 31
-            first = lane & segment
-            last = first | (least & ~segment)
-            source = {
-                "bfly": lane ^ by, "idx": first | (by & ~segment), "up": lane - by,
-                "down": lane + by,
-            }[mode]  # fmt: skip
-            inside = source >= last if mode == "up" else source <= last
-            taken = np.arange(self.lanes) - lane + np.where(inside, source, lane)
-            self._write(name, self._each(value())[taken], active)
-            if valid:
-                self._write(valid, inside, active)
-
-        return run
-
-    def _redux(self, one: Instruction) -> Step:
-        _, function, kind = one.modifiers
-        read, reduce = self._reader(one.operands[1], kind), arithmetic.REDUCTIONS[function].reduce
-
-        def run(active: Mask) -> None:
-            self._check_warps(active, one.text)
-            by_warp = self._each(read()).reshape(-1, WARP)
-            found = reduce(by_warp, axis=1, dtype=by_warp.dtype)
-            self._write(one.operands[0], np.repeat(found, WARP), active)
-
-        return run
-
-    def _ldmatrix(self, one: Instruction) -> Step:
-        names, places = self._matrices(one, *one.operands)
-
-        def run(active: Mask) -> None:
-            for k, name in enumerate(names):
-                warps, *where = places(k, active)
-                rows = self.shared.view(np.uint16)[tuple(where)]
-                rows = rows.swapaxes(1, 2) if "trans" in one.modifiers else rows
-                value = np.zeros((self.lanes // WARP, WARP), np.uint32)
-                value[warps] = np.ascontiguousarray(rows).view(np.uint32).reshape(-1, WARP)
-                self._write(name, value.ravel(), active)
-
-        return run
-
-    def _stmatrix(self, one: Instruction) -> Step:
-        names, places = self._matrices(one, *one.operands[::-1])
-        reads = [self._reader(name, "u32") for name in names]
-
-        def run(active: Mask) -> None:
-            for k, read in enumerate(reads):
-                warps, *where = places(k, active)
-                value = self._each(read()).reshape(-1, WARP)[warps]
-                rows = np.ascontiguousarray(value).view(np.uint16).reshape(-1, 8, 8)
-                rows = rows.swapaxes(1, 2) if "trans" in one.modifiers else rows
-                self.shared.view(np.uint16)[tuple(where)] = rows
-
-        return run
-
-    def _matrices(
-        self, one: Instruction, names: str, address: str
-    ) -> tuple[list[str], Callable[[int, Mask], tuple[Array, Array, Array]]]:
-        """Registers of matrices of 8 x 8 elements of 16 bits, of which a thread holds two.
-
-        Returns:
-            names: Of each matrix's register.
-            places: Given a matrix's number, and who runs: numbers of the warps, of their shared
-                memories, and of the elements there, in rows whose addresses eight threads give.
-        """
-        if not {"sync", "aligned", "m8n8", "b16"} <= {*one.modifiers}:
-            raise NotImplementedError(one.text)
-        where = self._address(address)
-
-        def places(matrix: int, active: Mask) -> tuple[Array, Array, Array]:
-            self._check_warps(active, one.text)
-            running = self.alive if active is None else active
-            warps = np.flatnonzero(running.reshape(-1, WARP)[:, 0])
-            rows = self._each(where()).reshape(-1, WARP)[warps, 8 * matrix : 8 * matrix + 8]
-            first = 8 * self._place(rows, 16, 1, one.text)
-            local = self.local.reshape(-1, WARP)[warps, 0]
-            return warps, local[:, None, None], first[:, :, None] + np.arange(8)
-
-        return _names(names), places
-
-    def _check_warps(self, active: Mask, text: str) -> None:
-        if active is not None and not _whole(active, self.alive, WARP):
-            raise Fault(f"not all threads of a warp come to it: {text}")
-
-
-def _whole(active: Array, alive: Array, size: int) -> bool:
-    """Whether of each `size` threads all that are left run, or none."""
-    active, alive = active.reshape(-1, size), alive.reshape(-1, size)
-    return bool(((active == alive).all(1) | ~active.any(1)).all())
-
-
-def _names(operand: str) -> list[str]:
-    return [name.strip() for name in operand.strip("{} ").split(",")]
-
 
 def _access(one: Instruction) -> tuple[str, str, int]:
     """A load's or store's memory, type, and count of elements."""
@@ -569,20 +368,3 @@ def _access(one: Instruction) -> tuple[str, str, int]:
         raise NotImplementedError(one.text)
     count = 4 if "v4" in how else 2 if "v2" in how else 1
     return spaces[0], kind, count
-
-
-def _immediate(operand: str, kind: str) -> Array:
-    """A number in the text; the name of shared memory stands for its first place."""
-    if kind == "pred":
-        return np.array([int(operand, 0) != 0])
-    if kind == "bf16":
-        return arithmetic.from_bfloat16(_immediate(operand, "u16"))
-    dtype = DTYPES[kind]
-    if bits := re.fullmatch(r"0[fFdD]([0-9A-Fa-f]+)", operand):
-        return np.array([int(bits[1], 16)], f"u{len(bits[1]) // 2}").view(dtype)
-    if re.fullmatch(r"-?(0x[0-9A-Fa-f]+|\d+)U?", operand):
-        number = int(operand.rstrip("U"), 0) & (2 ** (8 * dtype.itemsize) - 1)
-        return np.array([number], f"u{dtype.itemsize}").view(dtype)
-    if operand.isidentifier():
-        return np.zeros(1, dtype)
-    raise NotImplementedError(f"operand {operand!r}")
