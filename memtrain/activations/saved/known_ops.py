@@ -50,6 +50,14 @@ PRODUCTS = node_classes(
 )
 """Nodes of matrix products: the gradient of one factor does not grow if the other is small."""
 MULTIPLIES = node_classes("MulBackward0")
+SUMS = node_classes("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
+SQUARE_READERS = PRODUCTS | MULTIPLIES | SUMS
+"""Nodes that may read a square whose factor is compressed. The gradient of a root or a logarithm is
+largest where the square is smallest, which is where the error of its factor counts most."""
+FEW = 8
+"""Fewer squares may have a sum that is small, which a root or a logarithm may read. The gradient of
+log(sum(h^2)) has a cosine of 0.09 for 2 squares, 0.934 for 4, 0.983 for 8 and 0.990 for 128, with
+normal h in 4 bits."""
 
 Reason = str
 Node = Any
@@ -67,7 +75,7 @@ class SavedBy:
         reason: Why the tensor may be compressed.
         allows: Whether this node is one where the reason holds; None: each one is.
         limit: The number below which all indices lie.
-        readers: Nodes of the ops that may read a result; with another reader, the result is kept.
+        readers: Nodes of the ops that may read the result; with another reader, the tensor is kept.
             A logarithm's or quotient's gradient is largest where the result is smallest, which is
             where the error of its codes is largest in proportion. None: any op.
     """
@@ -132,6 +140,13 @@ def _power(node: Node, function: Any) -> str:
 
 def _is_square(node: Node) -> bool:
     return node._saved_exponent == 2
+
+
+def sums_few(node: Node) -> bool:
+    """Whether a node sums fewer than `FEW` elements."""
+    if type(node) not in SUMS:
+        return False
+    return prod(node._saved_self_sym_sizes) < FEW * prod(node._input_metadata[0].shape)
 
 
 def _reads_input(node: Node) -> bool:
@@ -248,7 +263,11 @@ TABLE: tuple[KnownOp, ...] = (
     KnownOp(
         "ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR, readers=PRODUCTS | MULTIPLIES),)
     ),
-    KnownOp("PowBackward0", _power, (SavedBy("self", "input", LINEAR, _is_square),)),
+    KnownOp(
+        "PowBackward0",
+        _power,
+        (SavedBy("self", "input", LINEAR, _is_square, readers=SQUARE_READERS),),
+    ),
     KnownOp(
         "ConvolutionBackward0",
         _convolution,

@@ -7,13 +7,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.known_ops import MULTIPLIES, SAME_VALUES, VIEWS
+from memtrain.activations.saved.known_ops import MULTIPLIES, SAME_VALUES, VIEWS, sums_few
 from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
 
 class _Result:
-    """A result that its own op saves."""
+    """A result of which its op saves the values, or the factor if it is a square."""
 
     def __init__(
         self, x: Tensor, storage: Storage, readers: frozenset[type], save: Callable[[bool], None]
@@ -40,6 +40,17 @@ class _Result:
     def is_held(self) -> bool:
         """Whether it, or a copy of its elements, is alive."""
         return self.has_copies or not self._storage.reference.expired()
+
+    def add(self, save: Callable[[bool], None]) -> None:
+        """Save another tensor of the op, too: the second factor of a square."""
+        first = self._save
+
+        def both(compress: bool) -> None:
+            if first is not None:
+                first(compress)
+            save(compress)
+
+        self._save = both
 
     def save(self, *, compress: bool) -> None:
         """Save the result, if that was not done; undo a compression by a kept tensor."""
@@ -81,12 +92,16 @@ class Readers:
 
         Args:
             node: Of the op.
-            x: The result.
-            storage: Of the result.
+            x: The tensor that the op saves.
+            storage: Of the tensor.
             readers: Nodes of the ops that may read a compressed result.
             save: Compresses the result, or keeps it.
         """
-        self.results[node._sequence_nr()] = _Result(x, storage, readers, save)
+        number = node._sequence_nr()
+        if number in self.results:
+            self.results[number].add(save)
+        else:
+            self.results[number] = _Result(x, storage, readers, save)
 
     def visit(self, node: Any, *, copies: bool = False) -> None:
         """See what a node reads.
@@ -104,7 +119,7 @@ class Readers:
                 (copies or kind in SAME_VALUES or _scales(node)) and not found.is_saved
             ):
                 self.results[node._sequence_nr()] = found
-            elif kind not in found.readers:
+            elif kind not in found.readers or sums_few(node):
                 found.save(compress=False)
             elif found.has_copies:
                 self._allowed.append(found)

@@ -100,6 +100,8 @@ class SavedTensors:
         """Whether a gradient of what has run may be approximate."""
         self._fused: FusedAttention | None = None
         """The fused attention whose node is visited now, if it is one."""
+        self._is_square = False
+        """Whether the node that is visited now multiplies a tensor by itself."""
         self._hooked = False
         self._mark = 0  # nodes made before have been visited, or are not this forward's
         self._first = 0  # number of the forward's first node
@@ -238,6 +240,7 @@ class SavedTensors:
         # Read before hooks are on the node: what is read later is decompressed.
         tensors = dict(node_tensors.tensors_of(node, node_tensors.saved_names(kind)))
         op, seen = row.op(node, function), set[str]()
+        self._is_square = kind in known_ops.MULTIPLIES and _are_equal(tensors)
         kernel = KERNELS.get(kind)
         self._fused = None if kernel is None else FusedAttention(node, kernel, tensors)
         for saved in row.tensors:
@@ -343,7 +346,8 @@ class SavedTensors:
         if isinstance(chosen, Keep) or chosen.is_identity:
             self._keep(x, site, chosen, node, saved.attribute)
             return
-        if saved.readers is None or exact is not None:
+        readers = known_ops.SQUARE_READERS if self._is_square else saved.readers
+        if readers is None or exact is not None:
             self._compress(node, saved, site, x, chosen)
             return
 
@@ -353,7 +357,7 @@ class SavedTensors:
             else:
                 self._keep(x, site, UNKNOWN_READER, node, saved.attribute)
 
-        self.readers.add(node, x, self.store.of(x, number), saved.readers, save)
+        self.readers.add(node, x, self.store.of(x, number), readers, save)
 
     def _compress(
         self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor
@@ -505,6 +509,11 @@ class SavedTensors:
 _STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_products"]
 _STATE += ["step", "draws", "watch", "lossless"]
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
+
+
+def _are_equal(factors: Mapping[str, Tensor]) -> bool:
+    """Whether a product has two factors, which are one tensor."""
+    return len(factors) == 2 and factors["self"] is factors["other"]
 
 
 def _unpack(handle: Any) -> Tensor:

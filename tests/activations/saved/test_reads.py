@@ -138,6 +138,42 @@ def test_a_result_that_is_read_where_no_mode_sees_it_is_kept(name, form):
     assert torch.equal(gradient(model), exact)
 
 
+SQUARES = {"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h}
+SMALL = {
+    "a root": lambda s: (s + 1e-6).sqrt(),
+    "a root without a sum": torch.rsqrt,
+    "a logarithm of a view": lambda s: s.view(-1).log(),
+    "a logarithm of two": lambda s: s.view(64, 32, 2).sum(-1).log(),
+    "a root of a scaled mean of four": lambda s: (3 * s.view(64, 16, 4).mean(-1)).sqrt(),
+    "a quotient": lambda s: 1 / s,
+}
+LARGE = {
+    "a mean": lambda s: s.mean(-1).rsqrt(),
+    "a sum of eight": lambda s: s.view(64, 8, 8).sum(-1).log(),
+    "a product": lambda s: s @ torch.ones(64, 64),
+}
+
+
+@pytest.mark.parametrize("square", SQUARES)
+@pytest.mark.parametrize("reader", [*SMALL, *LARGE])
+def test_a_square_that_a_root_or_a_logarithm_reads_keeps_its_factor(square, reader):
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+
+        def forward(self, x):
+            return ({**SMALL, **LARGE}[reader](SQUARES[square](self.first(x)))).sum()
+
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(64, 64)
+    (exact,) = torch.autograd.grad(model(x), model.first.weight)
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
+    (mine,) = torch.autograd.grad(model(x), model.first.weight)
+    assert torch.equal(mine, exact) is (reader in SMALL)
+    assert torch.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.98
+
+
 def test_the_dropout_of_attention_is_saved_in_bits():
     class Attention(nn.Module):
         def __init__(self):
