@@ -351,8 +351,10 @@ class SavedTensors:
             self._compress(node, saved, site, x, chosen)
             return
 
+        version = x._version
+
         def save(compress: bool) -> None:
-            if compress:
+            if compress and x._version == version:  # else the backward raises
                 self._compress(node, saved, site, x, chosen)
             else:
                 self._keep(x, site, UNKNOWN_READER, node, saved.attribute)

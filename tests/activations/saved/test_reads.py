@@ -174,6 +174,37 @@ def test_a_square_that_a_root_or_a_logarithm_reads_keeps_its_factor(square, read
     assert torch.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.98
 
 
+WAITING = {
+    "softmax": (torch.softmax, (-1,), "result"),
+    "exp": (torch.exp, (), "result"),
+    "pow": (torch.pow, (2,), "factor"),
+}
+
+
+@pytest.mark.parametrize("op", WAITING)
+def test_what_waits_for_its_readers_and_is_changed_meanwhile_raises_as_the_baseline_does(op):
+    function, args, saved = WAITING[op]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.first(x)
+            y = function(h, *args)
+            with torch.no_grad():
+                (h if saved == "factor" else y).mul_(0.5)
+            return (y @ torch.ones(64, 64)).sum()
+
+    model, x = Model(), torch.randn(64, 64)
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        model(x).backward()
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
+    with pytest.raises(RuntimeError, match="modified by an inplace"):
+        model(x).backward()
+
+
 def test_the_dropout_of_attention_is_saved_in_bits():
     class Attention(nn.Module):
         def __init__(self):
