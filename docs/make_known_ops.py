@@ -18,9 +18,10 @@ object that is called. Names decide nothing, and a custom op or a user's `autogr
 never compressed. What each backward computes from its saved tensors stands in PyTorch's
 `tools/autograd/derivatives.yaml`.
 
-"Products read it" means that the result of the op is compressed only if matrix products (and, for
-`exp`, multiplications) are all that reads it: the gradient of a logarithm or a quotient is largest
-where the result is smallest, and would amplify the error of its codes.
+"Products read it" means that the tensor is compressed only if matrix products are all that reads
+the op's result (for `exp` also multiplications; for squares, `h ** 2` and `h * h`, also
+multiplications, and sums and means of eight or more): the gradient of a logarithm, a root or a
+quotient is largest where the result is smallest, and would amplify the error of the codes.
 
 Ops that save one tensor share one payload. Factors of one chain (`h * h * h`) have independent
 payloads: equal errors would bias the product.
