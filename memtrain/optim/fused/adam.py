@@ -62,7 +62,7 @@ class AdamW4bit(FusedStates):
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
     """
 
-    rule = "adamw"
+    update_rule = "adamw"
     plain = AdamW
     own_options = ("decoupled_weight_decay",)
     names = ("exp_avg", "exp_avg_sq")

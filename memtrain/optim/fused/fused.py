@@ -17,7 +17,6 @@ from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.split import NO_MASTER, MasterWeight
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Scalars
-from memtrain.optim.fused.given import USUAL, Given, given_to
 from memtrain.optim.fused.payloads import (
     as_payload,
     codec_of,
@@ -26,6 +25,7 @@ from memtrain.optim.fused.payloads import (
     real_view,
     zeros,
 )
+from memtrain.optim.fused.step_tensors import USUAL, StepTensors, tensors_of
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
@@ -50,8 +50,8 @@ REFUSED = {
 class FusedStates(CompressedStates):
     """Base class of the fused optimizers: `step`, state creation and argument checks.
 
-    A subclass sets `rule` (the kernel), `plain` (the equivalent torch optimizer) and `names` (the
-    states), and implements `scalars`.
+    A subclass sets `update_rule` (the kernel), `plain` (the equivalent torch optimizer) and `names`
+    (the states), and implements `scalars`.
 
     Args:
         params: Parameters or groups of them.
@@ -62,7 +62,7 @@ class FusedStates(CompressedStates):
     """
 
     separable: ClassVar[bool] = True
-    rule: ClassVar[str]
+    update_rule: ClassVar[str]
     plain: ClassVar[type[Optimizer]]
     names: ClassVar[tuple[str, ...]] = ()
     first_default: ClassVar[str] = "B128/DE"
@@ -120,7 +120,7 @@ class FusedStates(CompressedStates):
             if codec is None:
                 return None
             found.append(codec)
-        return tuple(found) if has_kernel(cls.rule, found) else None
+        return tuple(found) if has_kernel(cls.update_rule, found) else None
 
     def plain_class(self) -> type[Optimizer]:
         """As `CompressedStates.plain_class`."""
@@ -141,13 +141,13 @@ class FusedStates(CompressedStates):
             guards: A scalar per parameter. If it is not finite, the kernel skips the update.
             keeps_steps: Whether kernel tables are cached: False for temporary parameters.
         """
-        given = {"_masters": masters, "_guards": guards, "_keeps_steps": keeps_steps}
-        given = {name: value for name, value in given.items() if value is not None}
-        vars(self).update(given)
+        values = {"_masters": masters, "_guards": guards, "_keeps_steps": keeps_steps}
+        values = {name: value for name, value in values.items() if value is not None}
+        vars(self).update(values)
         try:
             yield
         finally:
-            for name in given:
+            for name in values:
                 delattr(self, name)
 
     def check(self, group: dict[str, Any]) -> None:
@@ -193,8 +193,10 @@ class FusedStates(CompressedStates):
         """
         refuse_capture()
         loss = closure_loss(closure)
-        given = self._given()
-        prepared = None if given is None else self._steps.find(given.first, given.signature)
+        tensors = self._step_tensors()
+        prepared = None
+        if tensors is not None:
+            prepared = self._steps.find(tensors.first, tensors.signature)
         if prepared is None:
             params = [p for g in self.param_groups for p in g["params"]]
             refuse_sparse(params, type(self).__name__)
@@ -203,8 +205,8 @@ class FusedStates(CompressedStates):
             self.check(group)
         masters = {param for param, master in self._masters.items() if master.any}
         watched = self._watch.before(self.param_groups, masters)
-        if prepared is not None and given is not None:
-            prepared.run(self._inputs(prepared, given))
+        if prepared is not None and tensors is not None:
+            prepared.run(self._inputs(prepared, tensors))
         else:
             self._prepare_and_step()
         self._increase_versions()
@@ -224,34 +226,34 @@ class FusedStates(CompressedStates):
     def _steps(self) -> PreparedSteps:
         return PreparedSteps()
 
-    def _given(self) -> Given | None:
+    def _step_tensors(self) -> StepTensors | None:
         """Return the tensors of this step; None if a cached step cannot be used."""
         if not self._keeps_steps or is_simulated():
             return None
         names = [self.state_names(group) for group in self.param_groups]
-        return given_to(self.param_groups, names, self.state, self._masters, self._guards)
+        return tensors_of(self.param_groups, names, self.state, self._masters, self._guards)
 
-    def _inputs(self, prepared: PreparedStep, given: Given) -> Inputs:
+    def _inputs(self, prepared: PreparedStep, tensors: StepTensors) -> Inputs:
         """Return the gradients and scalars of a later step of the same tensors."""
         scalars: list[Scalars] = []
-        counts = given.count() if self.counts else None
+        counts = tensors.count() if self.counts else None
         begin = 0
-        for group, count in zip(self.param_groups, given.counts, strict=True):
-            params, begin = given.params[begin : begin + count], begin + count
+        for group, count in zip(self.param_groups, tensors.counts, strict=True):
+            params, begin = tensors.params[begin : begin + count], begin + count
             own = self._turns(params) if counts is None else counts[begin - count : begin]
             scalars += self._scalars(group, own)
-        states = given.payloads() if prepared.reads_states else ()
-        return Inputs(given.grads, scalars, states, given.seeds, given.guards)
+        states = tensors.payloads() if prepared.reads_states else ()
+        return Inputs(tensors.grads, scalars, states, tensors.seeds, tensors.guards)
 
     def _prepare_and_step(self) -> None:
         """Build the kernel tables, run the step, and cache the tables."""
         self._check_states()
         entries = [entry for group in self.param_groups for entry in self._entries(group)]
-        given = self._given()
+        tensors = self._step_tensors()
         prepared = PreparedStep(entries)
         prepared.run()
-        if given is not None and prepared.lasting and len(entries) == len(given.params):
-            self._steps.keep(given.first, given.signature, prepared)
+        if tensors is not None and prepared.lasting and len(entries) == len(tensors.params):
+            self._steps.keep(tensors.first, tensors.signature, prepared)
 
     def _check_states(self) -> None:
         """Raise `ValueError` for states of another size or device, before anything changes."""
@@ -280,12 +282,8 @@ class FusedStates(CompressedStates):
                     state[name] = zeros(compressor, param)
             if codecs is None:
                 self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
-            elif names or not self._step_without_states(param, scalars):
+            else:
                 yield self._entry(param, state, names, codecs, scalars)
-
-    def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
-        """Update a parameter that has no states; return False to leave it to the kernel."""
-        return False
 
     def _entry(
         self,
@@ -302,11 +300,11 @@ class FusedStates(CompressedStates):
         if usual and grad is not None and type(grad) in USUAL:
             values = [state[name] for name in names]
             parts = tuple([v if isinstance(v, dict) else {"tensor": v} for v in values])
-            return Entry(param, grad, parts, codecs, self.rule, scalars, None, master, guard)
+            return Entry(param, grad, parts, codecs, self.update_rule, scalars, None, master, guard)
         payloads = tuple(as_payload(state[name]) for name in names)
         own = real_view(local(param))
         grad, shard = real_view(local_gradient(param)), shard_of(param)
-        return Entry(own, grad, payloads, codecs, self.rule, scalars, shard, master, guard)
+        return Entry(own, grad, payloads, codecs, self.update_rule, scalars, shard, master, guard)
 
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]
@@ -346,7 +344,7 @@ class FusedStates(CompressedStates):
         payloads = tuple({"tensor": local(x)} for x in whole.values())
         own, grad, master = local(param), local_gradient(param), self._masters.get(param, NO_MASTER)
         codecs = (EXACT,) * len(whole)
-        entry = Entry(own, grad, payloads, codecs, self.rule, scalars, None, master)
+        entry = Entry(own, grad, payloads, codecs, self.update_rule, scalars, None, master)
         PreparedStep([entry]).run()
         layout.count_rounding(state, compressors.values())
         for name, compressor in compressors.items():

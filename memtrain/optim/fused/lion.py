@@ -131,7 +131,7 @@ class Lion4bit(FusedStates):
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
     """
 
-    rule = "lion"
+    update_rule = "lion"
     plain = Lion
     names = ("exp_avg",)
 

@@ -19,17 +19,17 @@ USUAL = {nn.Parameter, Tensor}
 _DENSE = {torch.strided}
 
 
-class Given:
-    """The parameters of a step that have a gradient, and what else it reads and writes.
+class StepTensors:
+    """The parameters of a step that have a gradient, with the tensors that the step reads.
 
     Attributes:
         params: In the order of their groups.
         grads: This process's parts of their gradients.
-        states: Of each parameter.
-        names: Of each parameter's states, in the order of the optimizer's codecs.
-        counts: How many of each group.
-        seeds: As `Inputs` has them.
-        guards: As `Inputs` has them.
+        states: Each parameter's states.
+        names: Names of the states per group, in the order of the optimizer's codecs.
+        counts: Parameters per group.
+        seeds: As in `Inputs`.
+        guards: As in `Inputs`.
         signature: Cache key: equal for steps with equal kernel tables.
     """
 
@@ -44,11 +44,11 @@ class Given:
 
     @property
     def first(self) -> int:
-        """The identity of the first parameter, under which `PreparedSteps` keeps the step."""
+        """The identity of the first parameter: `PreparedSteps` keeps the step under it."""
         return id(self.params[0])
 
     def count(self) -> list[float] | None:
-        """Count a step of each parameter whose counter is a float32 of the host; None elsewhere."""
+        """Increment the step counters; None unless all are float32 tensors on the host."""
         counters = [state.get("step") for state in self.states]
         steps = [x for x in counters if isinstance(x, Tensor)]
         usual = len(steps) == len(counters) and all(x.is_cpu for x in steps)
@@ -72,35 +72,35 @@ class Given:
         ]
 
 
-def given_to(
+def tensors_of(
     groups: Sequence[Mapping[str, Any]],
     names: Sequence[tuple[str, ...]],
     states: Mapping[Tensor, Any],
     masters: Mapping[Tensor, MasterWeight],
     guards: Mapping[Tensor, Tensor],
-) -> Given | None:
-    """What a step works on.
+) -> StepTensors | None:
+    """Collect the tensors of a step.
 
     Args:
-        groups: The optimizer's.
-        names: Of the states, of each group.
-        states: Its states, by parameter.
-        masters: How some parameters' masters are kept.
-        guards: Of some parameters.
+        groups: The optimizer's groups.
+        names: Names of the states per group.
+        states: The optimizer's states, by parameter.
+        masters: How the masters of 16-bit parameters are stored.
+        guards: Parameter -> its guard.
 
     Returns:
-        None where no parameter has a gradient, and where a tensor is sparse, complex or of an
-        unknown type, or a state is missing: such a step is looked at tensor by tensor.
+        None if no parameter has a gradient, if a tensor is sparse, complex or of an unknown type,
+        or if a state is missing: such a step is prepared tensor by tensor.
     """
-    given = Given()
+    found = StepTensors()
     each = [[p for p in group["params"] if p.grad is not None] for group in groups]
-    params = given.params = [*chain.from_iterable(each)]
-    given.names, given.counts = names, [*map(len, each)]
+    params = found.params = [*chain.from_iterable(each)]
+    found.names, found.counts = names, [*map(len, each)]
     grads: list[Any] = [p.grad for p in params]
     if not params or not {x.layout for x in grads} <= _DENSE:
         return None
-    given.states = found = [states.get(p) for p in params]  # pyright: ignore[reportAttributeAccessIssue]
-    if any(names) and not {*map(type, found)} <= {dict}:
+    found.states = own_states = [states.get(p) for p in params]  # pyright: ignore[reportAttributeAccessIssue]
+    if any(names) and not {*map(type, own_states)} <= {dict}:
         return None
     parts, own, shards = [], params, []
     if not {*map(type, chain(params, grads))} <= USUAL:
@@ -108,30 +108,30 @@ def given_to(
             return None
         own, grads = [*map(local, params)], [*map(local_gradient, params)]
         shards = [shard_of(p) is not None for p in params]
-    given.grads = grads
+    found.grads = grads
     if any(p.is_complex() for p in own):
         return None
     kept = [masters.get(p, NO_MASTER) for p in params] if masters else []
-    given.seeds = [master.seed for master in kept]
-    given.guards = [guards.get(p) for p in params] if guards else []
-    values = [*chain.from_iterable(state.values() for state in found if state)]
+    found.seeds = [master.seed for master in kept]
+    found.guards = [guards.get(p) for p in params] if guards else []
+    values = [*chain.from_iterable(state.values() for state in own_states if state)]
     payloads = [value for value in values if type(value) is dict]
     tensors = [value for value in values if type(value) is not dict]
     tensors = [local(value) for value in tensors if isinstance(value, Tensor)]
     tensors += chain.from_iterable(map(dict.values, payloads))
     for master in kept:
-        parts += [x for x in (master.correction,) if x is not None]
+        parts += [] if master.correction is None else [master.correction]
     more = [
         [*map(id, params)],
         [*names],
-        given.counts,
+        found.counts,
         [*map(type, values)],
-        [len(state or ()) for state in found],
+        [len(state or ()) for state in own_states],
         [*map(len, payloads)],
-        [*chain.from_iterable(chain([state or () for state in found], payloads))],
+        [*chain.from_iterable(chain([state or () for state in own_states], payloads))],
         [master.mode for master in kept],
-        [guard is not None for guard in given.guards],
+        [guard is not None for guard in found.guards],
         shards,
     ]
-    given.signature = signature(own, grads, [*tensors, *parts], more)
-    return given
+    found.signature = signature(own, grads, [*tensors, *parts], more)
+    return found
