@@ -16,8 +16,8 @@ from memtrain.activations.saved.checks import Checks
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config
 from memtrain.optim.states.bitsandbytes import read_by
+from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.first_step import inner_optimizer
-from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.known_optimizers import is_tested
 from memtrain.optim.states.optimizer_hooks import chain
 from memtrain.optim.wrappers.apply import (

@@ -12,7 +12,7 @@ from memtrain.activations.adaptive.actnn import ActnnSensitivity
 from memtrain.activations.adaptive.gact import GactAdapter
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.environment import is_called_from
-from memtrain.optim.states import in_groups
+from memtrain.optim.states import checkpoint_options
 from memtrain.optim.states.compressed_states import CompressedStates
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.wrappers.apply import KEEP, masters_of
@@ -168,11 +168,15 @@ class StateDictHooks:
         wrapped = self.wrapped()
         if wrapped is None or wrapped.interception is None:
             return saved
-        return in_groups.saved(saved, {"model": _state(wrapped)})
+        return checkpoint_options.saved(saved, {"model": _state(wrapped)})
 
     def _before_load(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-        self._loaded = in_groups.found(loaded).get("model", {})
-        return loaded if isinstance(optimizer, OptimizerWrapper) else in_groups.without(loaded)
+        self._loaded = checkpoint_options.found(loaded).get("model", {})
+        return (
+            loaded
+            if isinstance(optimizer, OptimizerWrapper)
+            else checkpoint_options.without(loaded)
+        )
 
     def _load(self, optimizer: Optimizer) -> None:
         wrapped, loaded = self.wrapped(), self._loaded

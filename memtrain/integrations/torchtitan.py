@@ -4,7 +4,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 import memtrain
-from memtrain.optim.states.in_groups import CORRECTION
+from memtrain.optim.states.checkpoint_options import CORRECTION
 
 
 def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:

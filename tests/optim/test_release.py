@@ -12,7 +12,7 @@ from torch import nn
 
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.optim import AdamW4bit, compress
-from memtrain.optim.states import in_groups
+from memtrain.optim.states import checkpoint_options
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
 
@@ -173,7 +173,7 @@ def test_a_gradient_that_is_not_finite_skips_its_parameter_and_is_counted(bad):
     (a * bad).sum().backward()  # without a second warning, which would be an error here
     optimizer.step()
     assert optimizer.skipped == 2
-    assert in_groups.found(optimizer.state_dict())["gradients"]["skipped"] == 2
+    assert checkpoint_options.found(optimizer.state_dict())["gradients"]["skipped"] == 2
 
 
 def test_clipping_by_value_and_by_each_parameters_norm():

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from memtrain import optim
-from memtrain.optim.states.in_groups import CORRECTION
+from memtrain.optim.states.checkpoint_options import CORRECTION
 from memtrain.optim.states.layout import Choice
 
 FIRSTS = ("B128/DE", "B128/DE+SR", "B256/DE8", "identity")

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 import memtrain
 from memtrain.config.sources import Config
 from memtrain.kernels.floats.formats import FP16
-from memtrain.optim.states.in_groups import without
+from memtrain.optim.states.checkpoint_options import without
 from memtrain.precision.assignment import Precision
 from memtrain.precision.loss_scaling import unscale
 from memtrain.precision.state import LossScale

@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.optim.states import bitsandbytes, in_groups, layout, optimizer_hooks, rows
+from memtrain.optim.states import bitsandbytes, checkpoint_options, layout, optimizer_hooks, rows
+from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.first_step import first_names
-from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.per_parameter import PerParameter
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stalled_weights import StalledWeights
@@ -161,7 +161,7 @@ class CompressedStates(Optimizer):
         def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if (number := loaded.get(OWN, {}).get("states", FORMAT)) != FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: {FORMAT}")
-            loaded = in_groups.without(loaded)
+            loaded = checkpoint_options.without(loaded)
             if len(loaded["param_groups"]) != len(groups):
                 return loaded  # which torch refuses
             for group in loaded["param_groups"]:

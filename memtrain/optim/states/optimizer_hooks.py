@@ -1,4 +1,4 @@
-"""Hooks of optimizers around optimizers: each runs once, on what the outermost saves or loads."""
+"""Hooks of wrapped optimizers: each runs once, with the outermost optimizer's checkpoint."""
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
@@ -13,14 +13,14 @@ LOAD = ("_optimizer_load_state_dict_pre_hooks", "_optimizer_load_state_dict_post
 
 
 def innermost(optimizer: Any) -> Any:
-    """The optimizer that holds the states, inside those that `wrap` put around it."""
+    """Return the optimizer with the states, inside the wrappers of `wrap`."""
     while hasattr(optimizer, "inner"):
         optimizer = optimizer.inner
     return optimizer
 
 
 def chain(optimizer: Any) -> list[Any]:
-    """The optimizer and those inside it, to the original one that a compressed one took over."""
+    """Return an optimizer and those inside it, the original of a compressed one last."""
     found = []
     while optimizer is not None:
         found.append(optimizer)
@@ -36,7 +36,7 @@ def share(optimizer: Optimizer, inner: Optimizer) -> None:
 
 @contextmanager
 def held(optimizer: Optimizer, names: tuple[str, str]) -> Iterator[None]:
-    """The optimizer without these hooks."""
+    """Remove these hooks from an optimizer inside the block."""
     kept = {name: getattr(optimizer, name) for name in names}
     vars(optimizer).update({name: OrderedDict() for name in names})
     try:
@@ -51,10 +51,10 @@ def saved(outer: Optimizer, inner: Optimizer, make: Callable[[], dict[str, Any]]
     Args:
         outer: Whose `state_dict` was called.
         inner: Whose `state_dict` `make` calls; may be the same.
-        make: Makes the whole dict.
+        make: Returns the whole dict.
 
     Returns:
-        The dict, or what a hook returned in its place.
+        The dict, or the dict that a hook returned.
     """
     before, after = (getattr(outer, name).values() for name in SAVE)
     for hook in before:
@@ -73,7 +73,7 @@ def loaded(
     state_dict: dict[str, Any],
     apply: Callable[[dict[str, Any]], None],
 ) -> None:
-    """`apply` to what the outer optimizer's hooks make of a `state_dict`; then those after it.
+    """Call `apply` with the `state_dict` from the hooks before loading, then the hooks after it.
 
     Args:
         outer: Whose `load_state_dict` was called.

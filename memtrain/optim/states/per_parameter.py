@@ -1,4 +1,4 @@
-"""Facts that an optimizer keeps of its parameters, for as long as these live."""
+"""Values cached per parameter, for as long as the parameter lives."""
 
 import weakref
 from collections.abc import Iterable
@@ -10,11 +10,11 @@ T = TypeVar("T")
 
 
 class PerParameter(Generic[T]):
-    """Parameter -> what was found out about it; no parameter is kept alive.
+    """A dict from parameters to values that keeps no parameter alive.
 
-    A dict with parameters for keys would hold what has been taken out of the groups. Keys are
-    identities here, which is also faster: a tensor's hash is a function in Python. Copies and
-    pickles are empty, as their parameters are others.
+    A dict with parameters as keys would keep parameters that the groups no longer have. Keys are
+    ids, which is also faster: a tensor's hash is a Python function. Copies and pickles are empty,
+    because their parameters are other ones.
 
     Example:
         >>> known, weight = PerParameter[int](), Tensor()
@@ -30,7 +30,7 @@ class PerParameter(Generic[T]):
         self._known: dict[int, tuple[T, weakref.ref[Tensor]]] = {}
 
     def get(self, param: Tensor) -> T | None:
-        """The value of a parameter, or None."""
+        """Return the value of a parameter, or None."""
         found = self._known.get(id(param))
         return None if found is None else found[0]
 
@@ -54,10 +54,10 @@ class PerParameter(Generic[T]):
 
 
 class Numbers(PerParameter[int]):
-    """Parameter -> its place among all of the groups, when one was last found to be new."""
+    """The number of each parameter in all groups, found again when a parameter is new."""
 
     def of(self, param: Tensor, params: Iterable[Tensor]) -> int:
-        """A parameter's number.
+        """Return a parameter's number.
 
         Args:
             param: One of `params`.

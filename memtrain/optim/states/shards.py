@@ -1,4 +1,4 @@
-"""Parameters of which each process holds a part (DTensor): their parts, and what is split how."""
+"""Parts of parameters that are split over processes (DTensor)."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -10,7 +10,7 @@ from memtrain.kernels.step.shard import Shard, for_collectives
 
 
 def local(x: Tensor) -> Tensor:
-    """This process's part of a sharded tensor; any other tensor itself."""
+    """Return this process's part of a sharded tensor; another tensor itself."""
     inner = getattr(x, "_local_tensor", None)
     return x if inner is None else inner
 
@@ -21,7 +21,7 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def sharded_like(value: Tensor, param: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """`value`, this process's part, as a tensor sharded like `param`; itself if that is not.
+    """Return a part as a tensor that is sharded like `param`; the part if `param` is not sharded.
 
     Args:
         value: Of any dtype.
@@ -45,7 +45,7 @@ def sharded_like(value: Tensor, param: Tensor, shape: torch.Size | None = None) 
 
 
 def whole_of(x: Tensor) -> Tensor:
-    """All of a small sharded tensor, by a collective, where its part is; any other one itself."""
+    """Gather a small sharded tensor, by a collective, on its part's device; return others as is."""
     if not is_sharded(x):
         return x
     from torch.distributed.tensor import DTensor
@@ -68,7 +68,7 @@ def same_placement(value: Tensor, param: Tensor) -> bool:
 
 
 def local_gradient(param: Tensor) -> Tensor:
-    """This process's part of a parameter's gradient, which is known to be there."""
+    """Return this process's part of a parameter's gradient, which must not be None."""
     grad: Any = param.grad if param.grad is not None else torch.zeros_like(param)
     if is_sharded(param) and not same_placement(grad, param):
         like: Any = param
@@ -78,7 +78,7 @@ def local_gradient(param: Tensor) -> Tensor:
 
 
 def wait_for_part(grad: Tensor) -> None:
-    """Let the host wait for a sharded gradient's part that is still on its way to it.
+    """Wait until a sharded gradient's part has arrived in host memory.
 
     FSDP2's `CPUOffloadPolicy` copies without waiting, to pinned memory, in the stream that is the
     current one when it calls the hooks. From torch 2.13 on it waits itself where there are hooks.
@@ -92,7 +92,7 @@ def wait_for_part(grad: Tensor) -> None:
 
 
 def shard_of(param: Tensor) -> Shard | None:
-    """How a parameter is split; None if this process holds all of it."""
+    """Return how a parameter is split; None if this process has all of it."""
     if not is_sharded(param):
         return None
     like: Any = param
@@ -106,7 +106,7 @@ def shard_of(param: Tensor) -> Shard | None:
 
 
 def part_number(param: Tensor) -> int:
-    """Which part of a parameter this process holds: equal for replicas, 0 for a whole one."""
+    """Return the number of this process's part: equal for replicas, 0 for a whole parameter."""
     if not is_sharded(param):
         return 0
     like: Any = param
@@ -118,7 +118,7 @@ def part_number(param: Tensor) -> int:
 
 
 def splits_rows_only(param: Tensor) -> bool:
-    """Whether a sharded parameter is split along dimension 0 alone, or held whole by each."""
+    """Whether a parameter is sharded along dimension 0 only, or replicated."""
     like: Any = param
     return is_sharded(param) and all(
         placement.is_replicate() or placement.is_shard(0) for placement in like.placements
@@ -126,13 +126,13 @@ def splits_rows_only(param: Tensor) -> bool:
 
 
 def splits_rows(param: Tensor) -> bool:
-    """Whether a parameter is split along dimension 0 alone, be it over one process."""
+    """Whether a parameter is sharded along dimension 0 only, perhaps over one process."""
     like: Any = param
     return splits_rows_only(param) and any(p.is_shard() for p in like.placements)
 
 
 def own_rows(param: Tensor) -> tuple[int, int]:
-    """The first of this process's rows of dimension 0, and how many there are."""
+    """Return the first of this process's rows of dimension 0, and their number."""
     if not is_sharded(param):
         return 0, param.shape[0] if param.dim() else 1
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -145,7 +145,7 @@ def own_rows(param: Tensor) -> tuple[int, int]:
 
 
 def place(value: Tensor, param: Tensor) -> Tensor:
-    """A state as its parameter is sharded: of a whole plain tensor, this process's part."""
+    """Return a whole plain state as a tensor that is sharded like its parameter."""
     if not is_sharded(param) or is_sharded(value) or value.shape != param.shape:
         return value
     like: Any = param
@@ -158,7 +158,7 @@ def place(value: Tensor, param: Tensor) -> Tensor:
 
 
 def _part_of(value: Tensor, like: Any) -> Tensor:
-    """This process's part of a whole tensor."""
+    """Return this process's part of a whole tensor."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(

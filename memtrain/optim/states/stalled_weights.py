@@ -1,4 +1,4 @@
-"""A warning where a learning rate is too small for what the weights' dtype can hold."""
+"""A warning if the learning rate is too small for the dtype of the weights."""
 
 import warnings
 from collections.abc import Collection
@@ -10,15 +10,15 @@ from torch import Tensor
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states.shards import local
 
-SAMPLE = 1024  # elements looked at
+SAMPLE = 1024  # elements that are compared
 FIRST_LOOK = 8  # steps: a schedule may warm up from nothing
 
 
 class StalledWeights:
-    """Looks at steps 8, 16, 32, ... whether the half-precision weights still move; warns once.
+    """Checks at steps 8, 16, 32, ... that half-precision weights change, and warns once.
 
-    The largest bfloat16 or float16 parameter stands for all: where no sampled element with a
-    gradient changes, the update is below half a unit in the last place of nearly every weight.
+    The largest bfloat16 or float16 parameter is sampled. If no sampled element with a gradient
+    changes, updates are below half a unit in the last place of nearly every weight.
 
     With released gradients, `before` is called per parameter: a step begins when a parameter occurs
     for the second time.
@@ -34,7 +34,7 @@ class StalledWeights:
     def before(
         self, groups: list[dict[str, Any]], masters: Collection[Tensor] = ()
     ) -> tuple[Tensor, Tensor, float] | None:
-        """Copies for `after` to compare with, on the steps examined; `masters` cannot stall."""
+        """Return a sample for `after` if the step is checked; `masters` cannot stall."""
         self._count(groups)
         counts = self.steps == FIRST_LOOK - 1
         looks = self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)
@@ -71,7 +71,7 @@ class StalledWeights:
         self._seen.add(place)
 
     def after(self, seen: tuple[Tensor, Tensor, float] | None) -> None:
-        """Warn if nothing moved that has a gradient."""
+        """Warn if no sampled element with a gradient has changed."""
         if seen is None:
             return
         param, old, lr = seen
@@ -89,7 +89,7 @@ class StalledWeights:
 
 
 def _sample(x: Tensor) -> Tensor:
-    """At most some `SAMPLE` elements, spread over the first dimension; of any strides."""
+    """Return about `SAMPLE` elements, spread over the first dimension, for any strides."""
     x = local(x.detach())
     while x.dim() > 1:
         x = x[:: max(1, x.shape[0] // 32)].flatten(0, 1) if x.dim() == 2 else x[:, 0]

@@ -10,12 +10,12 @@ from torch.optim import Optimizer
 from memtrain.compressors.base import Key
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.fused import FusedStates
+from memtrain.optim.states.checkpoint_options import CORRECTION
 from memtrain.optim.states.compressed_states import (
     closure_loss,
     refuse_capture,
     refuse_sparse,
 )
-from memtrain.optim.states.in_groups import CORRECTION
 from memtrain.optim.states.known_optimizers import is_separable
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stalled_weights import StalledWeights

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim.fused.fused import FusedStates
-from memtrain.optim.states import in_groups, optimizer_hooks
+from memtrain.optim.states import checkpoint_options, optimizer_hooks
+from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.in_groups import OWN
 from memtrain.optim.states.per_parameter import Numbers, PerParameter
 from memtrain.optim.states.shards import in_zero
 
@@ -327,7 +327,7 @@ class OptimizerWrapper(Optimizer):
             if param in tensors:
                 states[index] = {**states.get(index, {}), **tensors[param]}
         own = {**inner.get(OWN, {}), "format": FORMAT}
-        return in_groups.saved({**inner, "state": states, OWN: own}, self.own_state())
+        return checkpoint_options.saved({**inner, "state": states, OWN: own}, self.own_state())
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,14 +342,14 @@ class OptimizerWrapper(Optimizer):
         optimizer_hooks.loaded(self, self.inner, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        own = {**state_dict.get(OWN, {}), **in_groups.found(state_dict)}
+        own = {**state_dict.get(OWN, {}), **checkpoint_options.found(state_dict)}
         if (number := own.get("format", FORMAT)) != FORMAT:
             raise ValueError(f"memtrain's state has format {number}; allowed: {FORMAT}")
         states = _by_parameter(self.param_groups, state_dict)
         self.check_own_state(own, states)
         groups = self.inner.param_groups
         if not isinstance(self.inner, OptimizerWrapper):
-            state_dict = in_groups.without(state_dict)
+            state_dict = checkpoint_options.without(state_dict)
         self.inner.load_state_dict(state_dict)
         if not isinstance(self.inner, OptimizerWrapper | CompressedStates):
             _share_groups(self.inner, groups)

@@ -1,8 +1,8 @@
-"""Additions of memtrain to an optimizer's checkpoint, where every way of saving one keeps them.
+"""memtrain's own values in an optimizer's checkpoint.
 
-`torch.distributed.checkpoint` (`get_optimizer_state_dict`) keeps the states of parameters and the
-options of groups, and drops all else. So tensors lie among a parameter's states, and the rest in an
-option of each group: a tuple, which it saves whole, whatever is in it.
+`torch.distributed.checkpoint` (`get_optimizer_state_dict`) saves the states of parameters and the
+options of groups, and drops other keys. Therefore tensors are states of a parameter, and other
+values are a tuple in an option of each group, which is saved whole.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ CORRECTION = "weight_correction"
 
 
 def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint with more in the option `OWN` of its groups.
+    """Return a checkpoint with more in the option `OWN` of its groups.
 
     Args:
         state_dict: Of an optimizer; it is not changed.
@@ -31,13 +31,13 @@ def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 
 def found(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Name -> value of what `saved` has put into a checkpoint."""
+    """Return the names and values that `saved` has added to a checkpoint."""
     given = (group.get(OWN) for group in state_dict["param_groups"])
     return dict(next(filter(None, given), ()))
 
 
 def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """A checkpoint as a plain optimizer has it: without corrections, the option empty.
+    """Return the checkpoint of a plain optimizer: without corrections, the option empty.
 
     Example:
         >>> without({"state": {0: {"weight_correction": 1}}, "param_groups": [{"memtrain": (1,)}]})
