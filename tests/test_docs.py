@@ -48,6 +48,13 @@ def test_paths_that_are_named_exist(page):
     assert set(missing) - added == set()
 
 
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_tests_that_are_named_exist(page):
+    named = re.findall(r"`(tests/[\w./]+\.py)::(\w+)`", page.read_text())
+    missing = [each for each in named if f"def {each[1]}(" not in (ROOT / each[0]).read_text()]
+    assert missing == []
+
+
 def test_benchmarks_that_are_named_exist():
     text = "".join(page.read_text() for page in PAGES)
     named = set(re.findall(r"benchmarks run (\w+)", text))

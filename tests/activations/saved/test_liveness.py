@@ -4,8 +4,10 @@ import pytest
 import torch
 from torch import nn
 
+import memtrain
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.store import Entry
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
@@ -81,3 +83,36 @@ def test_indices_take_what_their_bound_needs_in_a_trace_and_live(name):
     for found in (records, trace(model, index, lambda _: Group(bits=4), OPTIONS)):
         kept = [r for r in found if r.site.op == name and r.dtype == "int64"]
         assert [r.planned for r in kept if r.planned] == [index.numel() * width]
+
+
+KEEPERS = {
+    "an unknown op": torch.log,
+    "its own view": lambda h: h.view(64, 32).log(),
+    "the model's output": lambda h: h,
+}
+
+
+@pytest.mark.parametrize("keeper", KEEPERS)
+@pytest.mark.parametrize("payload_first", [True, False])
+def test_a_storage_that_an_op_keeps_has_no_payload(keeper, payload_first, monkeypatch):
+    entries, make = [], Entry.__init__
+    monkeypatch.setattr(Entry, "__init__", lambda *args: entries.append(args[0]) or make(*args))
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Linear(64, 64), nn.Linear(64, 64)
+
+        def forward(self, x):
+            h = self.first(x)
+            kept = None if payload_first else KEEPERS[keeper](h)
+            y = self.last(h)
+            return y, KEEPERS[keeper](h) if payload_first else kept
+
+    model, x = Model(), torch.randn(32, 64)
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), "activations_only")
+    y, kept = model(x)
+    pointer = y.grad_fn._saved_mat1.data_ptr()
+    others = kept if keeper == "the model's output" else kept.grad_fn._saved_self
+    assert pointer == others.data_ptr()
+    assert all(entry.packed is None for entry in entries)
