@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from memtrain.compressors import Identity
-from memtrain.optim import CompressedOptimizer, compress, restore
+from memtrain.optim import CompressedOptimizer, SGD4bit, compress, restore
 
 CASES = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -136,3 +136,17 @@ def test_an_option_that_a_step_advances_moves_once_a_step():
     (plain, k), (wrapped, k_wrapped) = run(wrap=False), run(wrap=True)
     assert k == k_wrapped == 3
     assert all(torch.equal(a, b) for a, b in zip(plain, wrapped, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("options", [{}, {"weight_decay": 0.1, "maximize": True}])
+def test_sgd_without_momentum_gives_torchs_bits(options, dtype):
+    ours = nn.Parameter(torch.randn(90, 70).to(dtype))
+    theirs = nn.Parameter(ours.detach().clone())
+    optimizer, plain = SGD4bit([ours], lr=0.1, **options), torch.optim.SGD([theirs], 0.1, **options)
+    for _ in range(3):
+        ours.grad = torch.randn(90, 70).to(dtype)
+        theirs.grad = ours.grad.clone()
+        optimizer.step()
+        plain.step()
+    assert torch.equal(ours, theirs)

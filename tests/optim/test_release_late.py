@@ -144,6 +144,17 @@ def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, c
         assert not reads.found
 
 
+@pytest.mark.filterwarnings("ignore:.*was skipped:RuntimeWarning")
+def test_sgd_without_momentum_skips_a_gradient_that_is_not_finite(monkeypatch):
+    monkeypatch.setattr(gradient_norms, "stays_pending", lambda norm: True)
+    weight = nn.Parameter(torch.ones(4))
+    optimizer = ReleaseGradients(SGD4bit([weight], lr=0.5))
+    (weight * torch.tensor([1.0, torch.inf, 1.0, 1.0])).sum().backward()
+    optimizer.step()
+    assert weight.tolist() == [1.0] * 4
+    assert optimizer.skipped == 1
+
+
 @pytest.mark.parametrize("shape", [(37, 5), (185,), (5, 37, 3)], ids=str)
 def test_norms_of_16_bit_gradients_are_added_up_in_pieces(monkeypatch, shape):
     """Integers: each piece's sum of squares is exact, its root and their sum's are rounded."""

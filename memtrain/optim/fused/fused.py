@@ -282,8 +282,12 @@ class FusedStates(CompressedStates):
                     state[name] = zeros(compressor, param)
             if codecs is None:
                 self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
-            else:
+            elif names or not self._step_without_states(param, scalars):
                 yield self._entry(param, state, names, codecs, scalars)
+
+    def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
+        """Update a parameter that has no states; return False to leave it to the kernel."""
+        return False
 
     def _entry(
         self,

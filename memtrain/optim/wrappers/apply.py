@@ -1,4 +1,4 @@
-"""Weights, gradients and the states' device under `wrap`: optimizers around one, and hooks."""
+"""Wrappers and hooks that `wrap` adds for weights, gradients and the states' device."""
 
 import warnings
 from functools import partial
@@ -31,7 +31,7 @@ KEEP, RELEASE, CPU = "keep", "release", "cpu"
 
 
 def check_release(config: Any) -> None:
-    """Raise ValueError for options of released gradients where they are kept: silent no-ops."""
+    """Raise ValueError for options of released gradients that `gradients=keep` would ignore."""
     default = type(config.release)()
     for name in ("clip", "limit", "loss_scale", "accumulate"):
         nothing = getattr(default, name)
@@ -44,7 +44,7 @@ def check_release(config: Any) -> None:
 
 
 def check(model: nn.Module, config: Any) -> None:
-    """Raise ValueError for what `apply` could not do; nothing is changed."""
+    """Raise ValueError for requests that `apply` cannot fulfill; nothing is changed."""
     if config.gradients == RELEASE:
         check_real(model.parameters())
         check_separate(model.parameters())
@@ -73,12 +73,12 @@ def check(model: nn.Module, config: Any) -> None:
 def apply(
     model: nn.Module, optimizers: list[Optimizer], config: Any
 ) -> tuple[list[Optimizer], list[Any]]:
-    """Convert the weights, and put what the config asks for around each optimizer.
+    """Convert the weights, and wrap each optimizer as the config asks.
 
     Args:
-        model: Its parameters are converted in place.
-        optimizers: Plain, or with compressed states.
-        config: Of the plan.
+        model: The model; its parameters are converted in place.
+        optimizers: Plain optimizers, or with compressed states.
+        config: The plan's config.
 
     Returns:
         The optimizers to use, and the handles of hooks on the model, which `remove` takes off.
@@ -113,7 +113,7 @@ def apply(
 
 
 def _trained_by_others(model: nn.Module, held: set[Tensor]) -> list[str]:
-    """Names of weights that are trained and rounded, but not stepped by an optimizer here."""
+    """Return the names of trained, rounded weights that no wrapped optimizer steps."""
     kept = held.union(keeps_float32(model))
     return [
         name
@@ -123,7 +123,7 @@ def _trained_by_others(model: nn.Module, held: set[Tensor]) -> list[str]:
 
 
 def masters_of(optimizer: Any) -> Any:
-    """The `SplitWeights` or `HostStates` that knows float32 masters, or None."""
+    """Return the `SplitWeights` or `HostStates` that has float32 masters, or None."""
     while optimizer is not None and not isinstance(optimizer, SplitWeights | HostStates):
         optimizer = getattr(optimizer, "inner", None)
     return optimizer
@@ -136,7 +136,7 @@ def _around(
     optimizer: Optimizer,
     *_: Any,
 ) -> Optimizer:
-    """Wrap an optimizer in what weights and gradients ask for.
+    """Wrap an optimizer for the config's weights and gradients.
 
     Args:
         model: Its parameters are converted in place.
@@ -162,26 +162,26 @@ def _around(
 
 
 def check_removable(optimizer: Optimizer, config: Any) -> None:
-    """Raise ValueError unless this is the optimizer that `apply` gave."""
+    """Raise ValueError unless this is an optimizer that `apply` returned."""
     expected = {RELEASE: ReleaseGradients}.get(config.gradients)
     if expected is None and config.weights != KEEP:
         expected = SplitWeights
     if config.optim.device == CPU:
         expected = HostStates
     if expected is not None and not isinstance(optimizer, expected):
-        given = type(optimizer).__name__
-        raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {given}")
+        name = type(optimizer).__name__
+        raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {name}")
 
 
 def remove(optimizers: list[Optimizer], handles: list[Any]) -> list[Optimizer]:
-    """Take back what `apply` did.
+    """Undo `apply`.
 
     Args:
-        optimizers: What `apply` gave.
-        handles: Of its hooks on the model.
+        optimizers: The optimizers that `apply` returned.
+        handles: The handles of its hooks on the model.
 
     Returns:
-        The optimizers that were given to `apply`; the weights are float32 again if they were.
+        The optimizers that were passed to `apply`; weights that were float32 are so again.
     """
     for handle in handles:
         handle.remove()

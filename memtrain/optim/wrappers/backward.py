@@ -1,4 +1,4 @@
-"""The backward that brings gradients: hooks, one thread at a time, its end, and its errors."""
+"""Hooks on gradients of a backward, one thread at a time, and the detection of its end."""
 
 import weakref
 from collections.abc import Callable, Iterable
@@ -15,7 +15,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def one_at_a_time(method: _F) -> _F:
-    """Let a method wait while another thread is in one of its object's methods decorated so.
+    """Make a method wait for the object's other decorated methods in other threads.
 
     Gradients come in several threads: autograd has one for each device.
 
@@ -32,7 +32,7 @@ def one_at_a_time(method: _F) -> _F:
 
 
 class Backward:
-    """Watches the backward in which gradients arrive.
+    """Detects the end of the backward in which gradients arrive, and whether it broke off.
 
     Example:
         >>> backward, weight = Backward(), torch.ones(1, requires_grad=True)
@@ -82,11 +82,11 @@ class Backward:
         return self._broke_off or (self._end is not None and self._end() is None)
 
     def refused(self) -> None:
-        """Count the backward that runs as ended: its error says what to do."""
+        """Record a refused backward as ended: its error says what to do."""
         self._end = None
 
     def forget(self) -> None:
-        """The next backward begins a step."""
+        """Start a new step with the next backward."""
         self._end, self._broke_off = None, False
 
 
@@ -122,7 +122,7 @@ def released_by(param: Tensor) -> WeakRef[Any]:
 
 
 def hook_gradients(optimizer: Any, params: Iterable[Tensor], handles: dict[Tensor, Any]) -> None:
-    """Hook every parameter that is trained and has no handle yet; no hook keeps the optimizer."""
+    """Hook the trained parameters without a handle; hooks do not keep the optimizer alive."""
     hook = partial(call_on_gradient, WeakRef(optimizer))
     for param in params:
         if param.requires_grad and param not in handles:

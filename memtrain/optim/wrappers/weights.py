@@ -1,4 +1,4 @@
-"""Weights in 2 bytes, with what rounding loses in 0, 1 or 2 more, around any optimizer."""
+"""Weights in 2 bytes, with corrections of 0, 1 or 2 bytes, around any optimizer."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -23,7 +23,7 @@ from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, wi
 
 
 class WeightFormat(NamedTuple):
-    """How a weight is kept."""
+    """How a weight is stored."""
 
     dtype: torch.dtype
     correction: torch.dtype | None = None
@@ -48,7 +48,7 @@ FORMATS = {
 
 
 def parse(weights: str) -> WeightFormat:
-    """The format of a config's name.
+    """Return the format with this name in a config.
 
     Raises:
         ValueError: For an unknown name.
@@ -63,7 +63,7 @@ def parse(weights: str) -> WeightFormat:
 
 
 def keeps_float32(model: nn.Module) -> dict[Tensor, str]:
-    """Parameters that must not be converted, with the reason.
+    """Return the parameters that must stay float32, with the reason.
 
     Args:
         model: The model.
@@ -81,7 +81,7 @@ def keeps_float32(model: nn.Module) -> dict[Tensor, str]:
 
 
 class SplitWeights(OptimizerWrapper):
-    """Steps an optimizer on float32 masters that exist for their parameter's step only.
+    """Steps an optimizer on float32 masters that exist only during their parameter's step.
 
     A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
     put together from it and its correction, the inner optimizer steps that in float32 with the
@@ -149,7 +149,7 @@ class SplitWeights(OptimizerWrapper):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of the inner optimizer, a few parameters at a time.
+        """Step the inner optimizer, a few parameters at a time.
 
         Args:
             closure: Recomputes the loss, once; optional.
@@ -199,18 +199,18 @@ class SplitWeights(OptimizerWrapper):
                 self._write(param, leaf.detach())
 
     def advance(self) -> None:
-        """A step of the whole model is over: the next one draws other random bits."""
+        """Record the end of a step: the next step draws other random bits."""
         self._steps += 1
         super().advance()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group by the inner optimizer's own rules; its parameters are converted."""
+        """Add a group with the inner optimizer's checks; its parameters are converted."""
         super().add_param_group(param_group)
         if "_inner_step" in vars(self):
             self._convert(self.param_groups[-1]["params"])
 
     def master(self, param: Tensor) -> Tensor:
-        """The float32 value of a parameter: a new tensor, sharded as the parameter is.
+        """Return the float32 value of a parameter: a new tensor, sharded as the parameter is.
 
         Args:
             param: One of the optimizer's.
@@ -225,7 +225,7 @@ class SplitWeights(OptimizerWrapper):
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter a float32 value; what bfloat16 loses of it goes into its correction.
+        """Set the float32 value of a parameter: its 16-bit weight and its correction.
 
         Args:
             param: One of the optimizer's.
@@ -238,7 +238,7 @@ class SplitWeights(OptimizerWrapper):
 
     @torch.no_grad()
     def restore(self) -> Optimizer:
-        """Make parameters that were float32 so again; the inner optimizer may step again.
+        """Convert parameters back to float32; the inner optimizer may step again.
 
         Returns:
             The inner optimizer.
@@ -250,11 +250,11 @@ class SplitWeights(OptimizerWrapper):
         return self.release_inner()
 
     def own_state(self) -> dict[str, Any]:
-        """The format, and the count of steps that feeds stochastic rounding."""
+        """Return the format, and the step counter that feeds stochastic rounding."""
         return {"weights": {"format": self.weights, "steps": self._steps}}
 
     def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
-        """The corrections, sharded as their parameters are."""
+        """Return the corrections, sharded as their parameters are."""
         for param in self.corrections:
             self._drop_stale(param)
         kept = ((p, t) for p, t in self.corrections.items() if t is not None)
@@ -264,11 +264,11 @@ class SplitWeights(OptimizerWrapper):
         self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Raise ValueError if corrections are of another format or shape, or missing."""
-        given = own.get("weights")
-        if given is None:
+        saved = own.get("weights")
+        if saved is None:
             return
-        if given["format"] != self.weights:
-            raise ValueError(f"the state has weights={given['format']!r}, not {self.weights!r}")
+        if saved["format"] != self.weights:
+            raise ValueError(f"the state has weights={saved['format']!r}, not {self.weights!r}")
         for param, correction in self.corrections.items():
             loaded = states.get(param, {}).get(CORRECTION)
             if correction is None or (loaded is not None and loaded.shape == param.shape):
@@ -284,7 +284,7 @@ class SplitWeights(OptimizerWrapper):
     def load_own_state(
         self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Restore the corrections; without any, the weights count as they are."""
+        """Restore the corrections; without corrections, set them to zero."""
         self._steps = int(own.get("weights", {"steps": 0})["steps"])
         for param in self.corrections:
             correction = self._follow(param)
@@ -299,14 +299,14 @@ class SplitWeights(OptimizerWrapper):
         return {**super().__getstate__(), "_versions": dict.fromkeys(self.corrections)}
 
     def _drop_stale(self, param: Tensor) -> None:
-        """Zero the correction of a weight that something else has written since."""
+        """Zero the correction of a weight that was modified since its last step."""
         correction = self._follow(param)
         if correction is not None and self._versions.get(param) not in (None, param._version):
             correction.zero_()
             self._versions[param] = param._version
 
     def _follow(self, param: Tensor) -> Tensor | None:
-        """The correction of a weight, where that is by now: a model may be moved once wrapped."""
+        """Return the correction on its weight's device: the model may be moved after `wrap`."""
         correction = self.corrections[param]
         if correction is not None and correction.device != param.device:
             correction = self.corrections[param] = correction.to(param.device)
@@ -327,7 +327,7 @@ class SplitWeights(OptimizerWrapper):
             self._write(param, whole.float())
 
     def _refuse_converted(self, params: Iterable[Tensor]) -> None:
-        """Raise for weights that `model.float()` and its like converted: no kernel looks again."""
+        """Raise TypeError for weights whose dtype changed, as by `model.float()`."""
         for param in params:
             if param in self.corrections and param.dtype != self.format.dtype:
                 raise TypeError(
@@ -337,7 +337,7 @@ class SplitWeights(OptimizerWrapper):
                 )
 
     def _is_fused(self, target: Target) -> bool:
-        """Whether a kernel steps the weight together with its master."""
+        """Whether a fused kernel steps the weight and its master together."""
         param, leaf, grad, _ = target
         if not isinstance(self.inner, FusedStates) or param not in self.corrections:
             return False
@@ -382,11 +382,11 @@ class SplitWeights(OptimizerWrapper):
 
 
 def set_dtype(param: Tensor, value: Tensor) -> None:
-    """Give a parameter a value of another dtype, and its gradient that dtype.
+    """Replace a parameter's value by one of another dtype, and convert its gradient.
 
     Args:
         param: Changed in place.
-        value: Of its shape, taken as it is.
+        value: The new value, of the same shape; not copied.
     """
     grad, param.grad = param.grad, None
     param.data = value

@@ -19,11 +19,11 @@ from memtrain.optim.states.shards import in_zero
 
 T = TypeVar("T")
 FORMAT = 1
-"""Of what is an optimizer's own, in its groups and states."""
+"""The format of a wrapper's own values in a checkpoint's groups and states."""
 
 
 CHUNK = 2**22
-"""Elements whose float32 masters may exist at once; a larger parameter exists alone."""
+"""Elements whose float32 masters exist at once; a larger parameter is stepped alone."""
 
 
 _NOTHING = nullcontext()
@@ -44,7 +44,7 @@ class WeakRef(Generic[T]):
 
 
 class Target(NamedTuple):
-    """A parameter to step: what it is, and what the optimizer sees in its place."""
+    """A parameter to step, and the leaf that the optimizer steps in its place."""
 
     param: Tensor
     leaf: Tensor
@@ -52,20 +52,20 @@ class Target(NamedTuple):
     grad: Tensor | None = None
     """Used in place of `leaf.grad`; its dtype may differ where masters are stepped."""
     guard: Tensor | None = None
-    """On the parameter's device: where it is not finite, nothing is stepped."""
+    """A scalar on the parameter's device: if it is not finite, nothing is stepped."""
 
 
 def with_leaf(param: Tensor, value: Tensor, grad: Tensor, guard: Tensor | None = None) -> Target:
-    """A leaf of `value` that takes the parameter's place for one step.
+    """Return a target whose leaf replaces the parameter for one step.
 
     Args:
         param: The optimizer's parameter.
-        value: What is stepped, written in place.
-        grad: Of the value's dtype and shape.
-        guard: As `Target` has it.
+        value: The leaf's value, stepped in place.
+        grad: The leaf's gradient, of the value's dtype and shape.
+        guard: As in `Target`.
 
     Returns:
-        The target to hand to `step_targets`.
+        An argument of `step_targets`.
     """
     leaf = nn.Parameter(value)
     leaf.grad = grad
@@ -74,7 +74,7 @@ def with_leaf(param: Tensor, value: Tensor, grad: Tensor, guard: Tensor | None =
 
 
 def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Parameters in order, in lists of at most `CHUNK` elements; a larger one is alone."""
+    """Yield parameters in lists of at most `CHUNK` elements; a larger parameter is alone."""
     chunk: list[Tensor] = []
     held = 0
     for param in params:
@@ -88,14 +88,14 @@ def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
-    """One step of an optimizer for some of its parameters only; hooks are not called.
+    """Step some of an optimizer's parameters; hooks are not called.
 
     Args:
-        optimizer: A plain or compressed one, or one around such a one.
-        targets: Parameters of its groups. Their gradients are read, and left.
+        optimizer: A plain or compressed optimizer.
+        targets: Parameters of its groups. Their gradients stay.
     """
     fused = isinstance(optimizer, FusedStates)
-    if not fused:  # it would ask nobody
+    if not fused:  # only fused kernels read guards
         targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
     groups, whole = _groups_of(optimizer, targets), optimizer.param_groups
     masters = [target for target in targets if target.leaf is not target.param]
@@ -124,10 +124,10 @@ def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
 def _groups_of(
     optimizer: Optimizer, targets: Sequence[Target]
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Groups of the targets' leaves alone, in the order of the optimizer's, and these.
+    """Return pairs of a group with the targets' leaves only and the optimizer's group.
 
-    Where each parameter stands is known from an earlier call, so that released gradients take a
-    time that is linear in their number.
+    The position of each parameter is cached: the time for released gradients stays linear in
+    their number.
     """
     groups = optimizer.param_groups
     positions = optimizer.__dict__.setdefault("_positions", PerParameter[tuple[int, int]]())
@@ -153,12 +153,12 @@ def _stands_at(groups: list[dict[str, Any]], place: tuple[int, int], param: Tens
 
 
 def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> Any:
-    """Let a step inside the block read guards.
+    """Return a context in which the optimizer's step reads guards.
 
     Args:
-        optimizer: Whose step.
-        targets: Of the step.
-        lasts: Whether their leaves live on.
+        optimizer: The optimizer.
+        targets: The targets of the step.
+        lasts: Whether the leaves stay alive after the step.
     """
     guards = {target.leaf: target.guard for target in targets if target.guard is not None}
     if lasts and not guards:
@@ -167,10 +167,10 @@ def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> 
 
 
 class OptimizerWrapper(Optimizer):
-    """An optimizer around another: same groups, states and hooks, another way to step.
+    """Base of optimizers around another optimizer, with the same groups, states and hooks.
 
     Args:
-        inner: What it is around. It refuses its own `step` from then on, until `release_inner`.
+        inner: The optimizer inside. It refuses its own `step` until `release_inner`.
 
     Raises:
         TypeError: If the optimizer cannot step some parameters at a time (LBFGS).
@@ -195,13 +195,13 @@ class OptimizerWrapper(Optimizer):
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
 
     def refuse_replaced(self, known: Iterable[Tensor]) -> None:
-        """Raise at the first step or gradient if parameters that it works on have been replaced.
+        """Raise at the first step or gradient if parameters were replaced since `wrap`.
 
         Args:
-            known: Parameters whose hooks or corrections it holds.
+            known: Parameters that have hooks or corrections.
 
         Raises:
-            RuntimeError: If the groups hold others in their place; nothing was changed then.
+            RuntimeError: If the groups lack one of them. Nothing has changed then.
         """
         if self._looked:
             return
@@ -223,7 +223,7 @@ class OptimizerWrapper(Optimizer):
         self._looked = True
 
     def release_inner(self) -> Optimizer:
-        """Let go of the inner optimizer, which may step again."""
+        """Detach and return the inner optimizer, which may step again."""
         vars(self.inner).pop("step", None)
         if self._inner_step is not None:
             self.inner.step = self._inner_step
@@ -261,7 +261,7 @@ class OptimizerWrapper(Optimizer):
             self.copied_hooks.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group by the inner optimizer's own rules and defaults."""
+        """Add a group with the inner optimizer's checks and defaults."""
         if "_inner_step" in vars(self):
             self.inner.add_param_group(param_group)
 
@@ -271,7 +271,7 @@ class OptimizerWrapper(Optimizer):
             yield from group["params"]
 
     def number(self, param: Tensor) -> int:
-        """A parameter's place among all of the groups."""
+        """Return a parameter's position among the parameters of all groups."""
         return self.__dict__.setdefault("_numbers", Numbers()).of(param, self.params())
 
     def step_targets(self, targets: Sequence[Target]) -> None:
@@ -282,21 +282,21 @@ class OptimizerWrapper(Optimizer):
         )
 
     def advance(self) -> None:
-        """A step of the whole model is over."""
+        """Record the end of a step of the whole model."""
         if isinstance(self.inner, OptimizerWrapper):
             self.inner.advance()
 
     def notify_schedulers(self) -> None:
-        """Schedulers made for an optimizer inside warn unless its `step` was seen to run."""
+        """Mark the optimizers inside as stepped: otherwise schedulers made for them warn."""
         for inner in optimizer_hooks.chain(self.inner):
             inner._opt_called = True
 
     def own_state(self) -> dict[str, Any]:
-        """Counters and the like, by who keeps them: saved in each parameter group."""
+        """Return the wrapper's own counters, which a checkpoint has in each parameter group."""
         return {}
 
     def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
-        """Parameter -> tensors of its size, by name: saved among its states."""
+        """Return the wrapper's own tensors per parameter, which a checkpoint has in the states."""
         return {}
 
     def check_own_state(
@@ -307,13 +307,13 @@ class OptimizerWrapper(Optimizer):
     def load_own_state(
         self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Restore what `own_state` and `own_tensors` returned; `states` has all of a parameter."""
+        """Restore the values of `own_state` and `own_tensors`, which are in `states`."""
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The inner optimizer's; what is this one's own lies in its groups and states.
+        """Return the inner optimizer's state_dict, with the wrapper's own values in it.
 
-        So `torch.distributed.checkpoint` keeps it, which drops other keys.
+        They are in the groups and states: `torch.distributed.checkpoint` drops other keys.
 
         Returns:
             Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
@@ -331,13 +331,13 @@ class OptimizerWrapper(Optimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, or an optimizer's without this one's own part.
+        """Load a checkpoint of this wrapper, or of an optimizer without the wrapper.
 
         Args:
-            state_dict: A checkpoint; without `"memtrain"`, this one's own state starts anew.
+            state_dict: A checkpoint; without `"memtrain"`, the wrapper's own state starts anew.
 
         Raises:
-            ValueError: If anything in it does not fit; nothing was changed then.
+            ValueError: If a value does not fit. Nothing has changed then.
         """
         optimizer_hooks.loaded(self, self.inner, state_dict, self._load)
 
@@ -360,7 +360,7 @@ class OptimizerWrapper(Optimizer):
 def _by_parameter(
     groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> dict[Tensor, dict[str, Any]]:
-    """The states of a checkpoint by the parameter that has the place of theirs in its group."""
+    """Map each parameter to its states in a checkpoint, by the position in its group."""
     found = {}
     for saved, group in zip(state_dict["param_groups"], groups, strict=False):
         for number, param in zip(saved["params"], group["params"], strict=False):
