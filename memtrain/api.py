@@ -63,7 +63,7 @@ __all__ = [
 
 @dataclass
 class _StateCompressors:
-    """Choose the compressor for a state of a parameter; a class, because closures do not pickle."""
+    """A callable that returns the compressor for a state; unlike a closure, it can be pickled."""
 
     plan: Plan
     names: dict[nn.Parameter, str]
@@ -112,46 +112,45 @@ def wrap(
 ) -> tuple[nn.Module, Any]:
     """Compress saved activations, optimizer states, gradients and weights during training.
 
-    The model is the same object with the same class and `state_dict`; hooks on its modules
-    compress what its forward saves. The optimizer is a new object that shares its parameter
-    groups with the old one, so schedulers made before keep working. It takes over the states and
-    stores them compressed. Weights and gradients change only if the config says so (`all_four`
-    does): float32 parameters then become bfloat16 in place, and `loss.backward()` updates them.
-    torch's random stream is not changed.
+    The model stays the same object, with the same class and `state_dict`. Hooks on its modules
+    compress the tensors that autograd saves. The optimizer is a new object that shares the
+    parameter groups of the old one, so existing schedulers keep working; it compresses the states.
+    Weights and gradients change only if the config requests it (as `all_four` does): float32
+    parameters become bfloat16 in place, and `loss.backward()` updates them. torch's random state
+    does not change.
 
-    A model that is wrapped already is wrapped anew with the given optimizer. The optimizer that the
-    earlier call returned is let go: its weights become float32 again, its next `step` raises.
+    A wrapped model can be wrapped again with another optimizer. This undoes the earlier `wrap`:
+    weights become float32 again, and the earlier optimizer's next `step` raises.
 
     Args:
-        model: The model, before or in the middle of a training run. What `torch.compile` returned
-            is allowed, and a model may be compiled after `wrap`, in whole or in parts. A list of
-            models that share an optimizer is wrapped as one `nn.ModuleList`.
-        optimizer: Its optimizer, whose parameters must all be the model's. A list of optimizers
-            with disjoint parameters (Muon and AdamW; a GAN's two) is returned as a list in the
-            same order. None, with a config for activations only, for a loop whose optimizer
-            memtrain cannot wrap. For an optimizer that accelerate's `prepare` returned, the
-            optimizer inside is wrapped.
+        model: The model, before or during training. It may be compiled by `torch.compile`, before
+            or after `wrap`, as a whole or in parts. A list of models that share an optimizer is
+            wrapped as one `nn.ModuleList`.
+        optimizer: The model's optimizer, without parameters of other models. A list of optimizers
+            with disjoint parameters (Muon and AdamW) is returned as a list in the same order. None
+            for an optimizer that memtrain cannot wrap, with a config for activations only. For an
+            optimizer from accelerate's `prepare`, the optimizer inside is wrapped.
         cfg: A preset's name (`"balanced"` by default, `"smallest"`, `"all_four"`, `"exact"`,
             `"optimizer_only"`, `"activations_only"`), the YAML path of a config or of a plan
             (`Plan.save`), a list of Hydra overrides, a dict, a DictConfig, a `Config` or a `Plan`.
-        batch: What the model is called with (a tensor, a tuple of arguments or a dict of keyword
-            arguments): records the plan's activation sites now, without running the model on it.
-            Without a batch the first training forward records them.
+        batch: The model's input (a tensor, a tuple of arguments or a dict of keyword arguments).
+            With a batch, a forward on fake tensors records the plan's activation sites now;
+            otherwise the first training forward records them.
 
     Returns:
         The same model (a `ModuleList` for a list of models), and the optimizer or optimizers to
         use from now on.
 
     Raises:
-        ValueError: If the model has no parameters, if the optimizer is one that `wrap` returned,
-            holds parameters that are not the model's or is prepared with a GradScaler, or if the
-            config is not valid. The model and the optimizer are unchanged.
+        ValueError: If the model has no parameters, if `wrap` returned this optimizer, if the
+            optimizer has parameters of another model or a GradScaler, or if the config is not
+            valid. The model and the optimizer are unchanged.
         TypeError: For arguments of the wrong type.
 
     Warns:
-        RuntimeWarning: If weights are split (`all_four`) and some that require gradients are in no
-            group of an optimizer: they are rounded to 16 bits, and their lower bits are lost. If
-            states stay exact since memtrain does not know their optimizer.
+        RuntimeWarning: If weights are split (`all_four`), for trainable weights without an
+            optimizer: they are rounded to 16 bits. Also for states that stay exact because memtrain
+            does not know their optimizer.
 
     Memory:
         `balanced`: 3 bits per element for the input of a nonlinearity, 4.25 bits for most other
@@ -250,14 +249,14 @@ def _compress_states(model: nn.Module, optimizers: list[Optimizer], plan: Plan) 
 
 
 def unwrap(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> tuple[nn.Module, Any]:
-    """Take everything back: no hooks, and a plain torch optimizer with decompressed states.
+    """Undo `wrap`: remove all hooks, and return the torch optimizer with decompressed states.
 
     Args:
-        model: A model that `wrap` returned, or the list that it was given.
-        optimizer: The optimizer that `wrap` returned with it; a list or None if that was one.
+        model: A model that `wrap` returned, or the list of models that was passed to `wrap`.
+        optimizer: The optimizer, the list of optimizers, or the None that `wrap` returned.
 
     Returns:
-        The same model, and the optimizer that was given to `wrap` (a list, or None).
+        The same model, and the optimizer that was passed to `wrap` (a list, or None).
 
     Raises:
         ValueError: If the model is not wrapped, or the optimizer is not the one that `wrap`
@@ -299,7 +298,7 @@ def _wrong_optimizer_message(optimizer: Optimizer) -> str:
 
 
 def _check_all_optimizers(wrapped: Wrapped, optimizers: list[Optimizer]) -> None:
-    """Raise unless these are the optimizers of the model, as far as they are known."""
+    """Raise unless these are all optimizers of the model, as far as they are known."""
     known = wrapped.optimizers()
     if any(one is None for one in known):  # of a copy
         return
@@ -360,7 +359,7 @@ def _as_list(optimizer: Any) -> list[Any]:
 def _with_inner_optimizers(
     optimizer: Any, work: Callable[[list[Optimizer]], list[Optimizer]]
 ) -> Optimizer | list[Optimizer] | None:
-    """Call `work` with the optimizers that step, and return what it returns in the given form."""
+    """Call `work` with the inner optimizers; return its results as a list, an optimizer or None."""
     given_optimizers = _as_list(optimizer)
     outers = [_outer_optimizer(one) for one in given_optimizers]
     results: list[Any] = work([inner_optimizer(one) for one in given_optimizers])
@@ -371,7 +370,7 @@ def _with_inner_optimizers(
 
 
 def _outer_optimizer(optimizer: Any) -> Any:
-    """The given optimizer if another one inside it steps, as accelerate's `prepare` makes it."""
+    """Return accelerate's wrapper around an optimizer, or None for any other optimizer."""
     if inner_optimizer(optimizer) is optimizer:
         return None
     if getattr(optimizer, "scaler", None) is not None:
@@ -385,7 +384,7 @@ def _outer_optimizer(optimizer: Any) -> Any:
 def _interception(
     model: nn.Module, plan: Plan, rounding: ForwardRounding | None
 ) -> Interception | None:
-    """The interception of a model's forwards; None where nothing is done to them."""
+    """Return the interception of a model's forwards; None if the plan does not change them."""
     if not plan.intercepts:
         return None
     interception = Interception(
@@ -411,7 +410,7 @@ def _raise_verify_error(fault: str) -> None:
 
 
 def _actnn_sensitivity(plan: Plan) -> ActnnSensitivity | None:
-    """ActNN's measurement, where it is asked for."""
+    """Return ActNN's measurement of sensitivities, if the plan requests it."""
     own = plan.config.activations
     if plan.bits is None or own.sensitivity != "statistics":
         return None

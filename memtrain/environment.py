@@ -1,4 +1,4 @@
-"""Where memtrain runs: the machine, what is installed, and who calls."""
+"""The environment: machine, installed packages, and callers."""
 
 import importlib.metadata
 import platform
@@ -26,10 +26,10 @@ _PACKAGES = (
 
 
 def is_called_from(package: str) -> bool:
-    """Whether a function of a package is among the callers, for calls that no argument marks.
+    """Return whether a function of a package is on the call stack.
 
     Args:
-        package: A module, or a package with all that is in it.
+        package: A module, or a package with its modules.
 
     Example:
         >>> is_called_from("doctest"), is_called_from("torch.amp.grad_scaler")
@@ -44,10 +44,10 @@ def is_called_from(package: str) -> bool:
 
 
 def collect_env() -> dict[str, str]:
-    """Versions, devices, and which kernels serve; for a report of a problem.
+    """Return versions, devices and available kernels, for a bug report.
 
     Returns:
-        Name -> plain text; what is not installed is `-`. No path, host or user name.
+        Name -> text; `-` for a missing package. No path, host or user name.
 
     Example:
         >>> collect_env()["torch"] == torch.__version__
@@ -62,7 +62,7 @@ def collect_env() -> dict[str, str]:
     found["torch"] = str(torch.__version__)
     found["cpu capability"] = torch.backends.cpu.get_cpu_capability()
     found["cpu threads"] = str(torch.get_num_threads())
-    found["C++ kernels"] = "no: the reference serves" if cpu.library() is None else "yes"
+    found["C++ kernels"] = "no: the reference runs" if cpu.library() is None else "yes"
     devices = [torch.cuda.get_device_name(k) for k in range(torch.cuda.device_count())]
     version = torch.version.cuda or (torch.version.hip and f"ROCm {torch.version.hip}") or "-"
     found["cuda"] = f"{version}: {', '.join(devices) or 'no device'}"

@@ -227,7 +227,7 @@ _COPIES: weakref.WeakSet[LossScaler] = weakref.WeakSet()
 
 @cache
 def _register_copy_hook() -> None:
-    """Register a hook by which copies find their optimizers; it stays, as steps may be running."""
+    """Register a permanent hook on all optimizers, by which copied models find theirs."""
 
     def attach_copies(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         for scaler in [*_COPIES]:
