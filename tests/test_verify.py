@@ -4,11 +4,13 @@ import math
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import memtrain
 from memtrain.activations.intercept import replaced_ops
 from memtrain.activations.ops import nonlinear
+from memtrain.activations.saved import attention
 from memtrain.activations.saved.store import Entry
 from memtrain.compressors import Group, Identity, Keep
 from memtrain.verification import Verification, measure
@@ -293,3 +295,28 @@ def test_verified_steps_are_the_same_steps():
             optimizer.step()
         losses.append(loss.item())
     assert losses[0] == losses[1]
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv = nn.Linear(64, 192)
+
+    def forward(self, x):
+        q, k, v = self.qkv(x).view(4, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, scale=0.3, is_causal=True)
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_a_result_of_attention_that_is_recomputed_otherwise_is_a_fault(wrong, monkeypatch):
+    forward = attention.FusedAttention.results
+    if wrong:
+        monkeypatch.setattr(
+            attention.FusedAttention,
+            "results",
+            lambda self: {name: x * 1.001 for name, x in forward(self).items()},
+        )
+    x = torch.randn(256, 64)
+    found = memtrain.verify(Attention(), x, "activations_only", warn=False)
+    assert bool(found.faults) is wrong
+    assert not wrong or "attention" in found.faults[0]

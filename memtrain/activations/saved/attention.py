@@ -108,7 +108,9 @@ class FusedAttention:
         """
         if attribute in self._versions:
             check_version(*self._versions[attribute])
-            return self._result(attribute)
+            if attribute not in self._results:
+                self._results = self.results()
+            return self._results.pop(attribute)
         reference = self._decoded.get(attribute)
         x = None if reference is None else reference()
         if x is None:
@@ -116,13 +118,12 @@ class FusedAttention:
             self._decoded[attribute] = weakref.ref(x)
         return x
 
-    def _result(self, attribute: str) -> Tensor:
-        if attribute not in self._results:
-            names = self._kernel.inputs
-            x = [self.read(name) if name in self._inputs else None for name in names]
-            masks = dict(zip(names[3:], x[3:], strict=True))
-            with torch.no_grad(), torch._C.DisableTorchFunction():
-                found = self._kernel.forward(*x[:3], **masks, **self._options)
-            wanted = self._kernel.results[self._drops :]
-            self._results = dict(zip(wanted, found[self._drops : 2], strict=True))
-        return self._results.pop(attribute)
+    def results(self) -> dict[str, Tensor]:
+        """Compute the results that a backward reads from the inputs as they are stored now."""
+        names = self._kernel.inputs
+        x = [self.read(name) if name in self._inputs else None for name in names]
+        masks = dict(zip(names[3:], x[3:], strict=True))
+        with torch.no_grad(), torch._C.DisableTorchFunction():
+            found = self._kernel.forward(*x[:3], **masks, **self._options)
+        wanted = self._kernel.results[self._drops :]
+        return dict(zip(wanted, found[self._drops : 2], strict=True))

@@ -12,7 +12,7 @@ from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissing
 from torch._subclasses import FakeTensor
 
 from memtrain.activations.saved import known_ops, node_tensors
-from memtrain.activations.saved.attention import KERNELS, FusedAttention
+from memtrain.activations.saved.attention import KERNELS, FusedAttention, Kernel
 from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.derived import DerivedOutputs
 from memtrain.activations.saved.fit import Choose, decide, fit
@@ -242,7 +242,7 @@ class SavedTensors:
         op, seen = row.op(node, function), set[str]()
         self._is_square = kind in known_ops.MULTIPLIES and _are_equal(tensors)
         kernel = KERNELS.get(kind)
-        self._fused = None if kernel is None else FusedAttention(node, kernel, tensors)
+        self._fused = None if kernel is None else self._attention(node, kernel, tensors, module)
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
                 continue
@@ -257,6 +257,16 @@ class SavedTensors:
             if not self._save_of_attention(node, name, site, x):
                 self._keep(x, site, NOT_IN_TABLE, node, name)
         self._fused = None
+
+    def _attention(
+        self, node: Any, kernel: Kernel, tensors: Mapping[str, Tensor], module: str
+    ) -> FusedAttention:
+        """Return the fused attention of a node, whose results are compared if checks are on."""
+        fused = FusedAttention(node, kernel, tensors)
+        if self.checks is not None:
+            for name, found in fused.results().items():  # of the exact inputs, so far
+                self.checks.compare(found, tensors[name], Site(module, self.attention, name), None)
+        return fused
 
     def _save_of_attention(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
         """Save a mask in bits, or leave a result of attention to be recomputed."""
