@@ -63,7 +63,7 @@ class HostStates(OptimizerWrapper):
 
     Example:
         >>> from memtrain.optim import AdamW4bit
-        >>> weight = nn.Parameter(torch.ones(128, 64))
+        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
         >>> optimizer = HostStates(AdamW4bit([weight], lr=0.1, weight_decay=0.0))
         >>> weight.grad = torch.ones_like(weight)
         >>> optimizer.step()
