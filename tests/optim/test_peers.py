@@ -1,6 +1,8 @@
 """Checkpoints of bitsandbytes load as the float32 states that they stand for."""
 
 import copy
+import re
+import warnings
 
 import pytest
 import torch
@@ -203,6 +205,48 @@ def test_what_the_library_itself_wrote_loads_and_goes_on(library, name, ours, tm
     # A step is at most 1.8 lr, in float32; each rounds its parameter once.
     rounding = torch.finfo(torch.float32).eps
     assert (param - other).abs().max() <= rounding * param.abs().max() + 16 * rounding * 1e-3
+
+
+OF_OTHERS = [
+    *(("bitsandbytes.optim", name) for name in ("AdamW", "AdamW8bit", "Lion8bit", "AdEMAMix8bit")),
+    *(("schedulefree", name) for name in ("AdamWScheduleFree", "SGDScheduleFree")),
+    ("prodigyopt", "Prodigy"),
+    *(("torchao.optim", name) for name in ("AdamW8bit", "AdamW4bit", "AdamWFp8")),
+    *(("pytorch_optimizer", name) for name in ("SOAP", "DAdaptAdam", "Prodigy", "Adan", "ADOPT")),
+]
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(("library", "name"), OF_OTHERS)
+def test_optimizers_of_others_stay_exact_with_one_warning(library, name):
+    kind = getattr(pytest.importorskip(library), name)
+
+    def trained(preset):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128))
+        optimizer = kind(model.parameters(), lr=1e-3)
+        if preset is not None:
+            model, optimizer = memtrain.wrap(model, optimizer, preset)
+        if hasattr(optimizer, "train"):  # schedule-free
+            optimizer.train()
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(32, 128)).square().mean().backward()
+            optimizer.step()
+        return list(model.parameters())
+
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        expected, exact = trained(None), trained("exact")
+        said = len([one for one in found if "memtrain" in str(one.message)])
+        found.clear()
+        kept = trained("optimizer_only")
+    ends = r"stay exact: memtrain knows only|no state of .* is compressed"
+    of_states = [one for one in found if re.search(ends, str(one.message))]
+    assert (said, len(of_states)) == (0, 1)
+    for a, b, c in zip(expected, exact, kept, strict=True):
+        assert torch.equal(a, b)
+        assert torch.equal(a, c)
 
 
 def test_payloads_are_refused_where_states_are_plain():
