@@ -32,10 +32,11 @@ def network():
             up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"), attention_head_dim=8,
         )  # fmt: skip
     if "lora" in OPTIONS:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
 
-        model.requires_grad_(False)
-        model.add_adapter(LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"]))
+        # What `add_adapter` of diffusers' networks calls; the DiT has no `add_adapter`.
+        config = LoraConfig(r=4, target_modules=["to_q", "to_k", "to_v", "to_out.0"])
+        inject_adapter_in_model(config, model.requires_grad_(False))
     return model.train()
 
 
