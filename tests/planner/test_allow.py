@@ -46,7 +46,7 @@ def traced_once(monkeypatch):
 def outcomes(model, optimizer, batch, goal, combinations, share):
     """Plan each combination for a share of plain's peak, and those that refusals advise."""
     known = {}
-    size = int(share * predict(model, optimizer, batch, None, goal.options).peak.nbytes)
+    size = int(share * predict(model, optimizer, batch, None, goal.options).needed.nbytes)
 
     def outcome(names):
         if names not in known:
@@ -133,5 +133,7 @@ def test_every_combination_is_planned_for_every_named_model(name, monkeypatch):
     dtype = "bfloat16" if own.task == "CausalLM" else "float32"
     seq = {} if own.task == "ImageClassification" else {"seq": 256}
     built = build(Request(model=name, batch=4, dtype=dtype, **seq))
-    found = outcomes(*built, Goal(options=StepOptions(device="cuda")), EVERY, 0.6)
+    # A context of 512 MiB is most of what a model of one layer needs, and no plan makes it smaller.
+    goal = Goal(options=StepOptions(device="cuda", context=0))
+    found = outcomes(*built, goal, EVERY, 0.6)
     assert found[ALLOWED] is Fit

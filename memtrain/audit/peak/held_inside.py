@@ -138,9 +138,9 @@ def _counted(func: Any, args: Any, kwargs: Any, result: Any, batched: Sequence[i
     def held(count: int) -> int:
         fewer = {samples: count}
         given = tuple(_described(x, fewer if k in batched else {}) for k, x in enumerate(args))
+        named = tuple((name, _described(x, fewer)) for name, x in kwargs.items())
         # The last two choose among kernels.
-        own = tuple(kwargs.items()), torch.get_num_threads(), torch.backends.mkldnn.enabled
-        return _run(func, given, *own)
+        return _run(func, given, named, torch.get_num_threads(), torch.backends.mkldnn.enabled)
 
     count = max(1, min(samples, SAMPLE // most))
     nbytes, less = held(count), count - max(1, count // 4)  # few samples may hold other things most
@@ -165,8 +165,9 @@ def _run(func: Any, given: Any, kwargs: Any, threads: int, mkldnn: bool) -> int:
 
     def run() -> int:
         args = [_zeros(x) if isinstance(x, _Zeros) else x for x in given]
+        named = {name: _zeros(x) if isinstance(x, _Zeros) else x for name, x in kwargs}
         with Allocations(torch.device("cpu")) as live:
-            _result = func(*args, **dict(kwargs))
+            _result = func(*args, **named)
             return live.peak_nbytes - live.nbytes()
 
     with ThreadPoolExecutor(1) as thread:  # the modes and the profiler of this thread are not its

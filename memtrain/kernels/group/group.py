@@ -10,7 +10,6 @@ from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import (
     choose,
     contiguous_nbytes,
-    copies,
     is_plain,
     is_plain_cpu,
     register,
@@ -60,8 +59,8 @@ def group_quantize(
 
     Args:
         x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a
-            matrix may have gaps between its rows, if rows are whole groups. Other tensors that are
-            not contiguous are copied.
+            matrix may have gaps between its rows if rows are whole groups, on a CPU any matrix.
+            Other tensors that are not contiguous are copied.
         bits: Bits per code, 1 to 8.
         group_size: Elements per group, a multiple of 8, from 8 to 16384.
         seed: 64 bits, signed or not; equal seeds give equal codes.
@@ -281,9 +280,9 @@ def kernel_of(
         return None
     _check(bits, group_size, x.dtype)
     name, kinds, rows = "mt_group_quantize", "pippiiiiii", ()
+    if _copied(x):
+        return None
     if not x.is_contiguous():
-        if x.dim() != 2 or x.stride(1) != 1:
-            return None
         name, kinds, rows = f"{name}_rows", f"{kinds}ii", (x.shape[1], x.stride(0))
     n, kept, is_bf16 = x.numel(), _bounds_dtype(wide), int(x.dtype == _READ[1])
     n_groups, width = (n + group_size - 1) // group_size, group_size * bits // 8
@@ -343,11 +342,12 @@ def _quantize(
         x = x if _in_rows(x, group_size) else x.contiguous()
         group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
     else:
-        flat = x.reshape(-1).contiguous()
-        flat = flat if flat.dtype == torch.bfloat16 else flat.float()
-        is_bf16, n = int(flat.dtype == torch.bfloat16), flat.numel()
-        options = (int(wide), n, bits, group_size, seed, int(stochastic))
-        cpu.call("mt_group_quantize", flat, is_bf16, codes, bounds, *options)
+        x = x.contiguous() if _copied(x) else x
+        x = x if x.dtype in _READ else x.float()
+        rows = (0, 0) if x.is_contiguous() else (x.shape[1], x.stride(0))
+        options = (int(wide), x.numel(), bits, group_size, seed, int(stochastic), *rows)
+        is_bf16 = int(x.dtype == torch.bfloat16)
+        cpu.call("mt_group_quantize_rows", x, is_bf16, codes, bounds, *options)
     return codes, bounds
 
 
@@ -383,6 +383,11 @@ def _dequantize(
     return out if out.dtype == dtype else _narrow(out, dtype)
 
 
+def _copied(x: Tensor) -> int:
+    """Return the bytes of the contiguous copy that the C++ kernel reads; 0 of a matrix of rows."""
+    return 0 if x.dim() == 2 and x.stride(1) == 1 else contiguous_nbytes(x)
+
+
 def _widened(numel: int, dtype: torch.dtype) -> int:
     """Return the bytes of float32 values before the cast; float16's are clamped in a copy."""
     copied = {torch.float16: 2, torch.float64: 1}.get(dtype, 0)
@@ -402,7 +407,7 @@ _quantize_op = register(
     " -> (Tensor, Tensor)",
     _quantize,
     _empty,
-    inside=lambda x, *options: copies(x, torch.float32, torch.bfloat16),
+    inside=lambda x, *options: _copied(x) + (0 if x.dtype in _READ else 4 * x.numel()),
     inside_cuda=_held_on_cuda,
 )
 _dequantize_op = register(

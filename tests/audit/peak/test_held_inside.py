@@ -3,6 +3,7 @@
 import importlib
 import json
 import pkgutil
+import weakref
 
 import pytest
 import torch
@@ -110,6 +111,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         own(name, "floats_decode", FP8_FORWARD.encode(x), FORM, dtype)
         narrow = dtype == torch.bfloat16
         own(name, "norm_quantize", x, 512, torch.ones(512), None, 1e-5, True, narrow, *CODES)
+own("rows with gaps", "group_quantize", w(512, 1024)[:, :512], *CODES)
 codes, scale = M.codebook_quantize_blocks(w(N), *BOOK, 128)
 own("blocks", "codebook_dequantize_blocks", codes, scale, *BOOK, N)
 own("rank-1", "codebook_dequantize_blocks", codes, None, *BOOK, N)
@@ -160,6 +162,18 @@ def test_ops_hold_inside_what_they_declare():
         if abs(declared - measured) > close * (alive + measured) + 2**16:
             wrong[name] = (declared, measured, alive)
     assert wrong == {}
+
+
+def test_an_op_with_an_output_argument_is_counted_without_keeping_it():
+    x = torch.randn(4, 8, 16, 16)
+    y, indices = torch.nn.functional.max_pool2d(x, 2, return_indices=True)
+    out = torch.empty_like(x)
+    func = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
+    args = (y, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
+    held_inside.held_inside(func, args, {"grad_input": out}, out)
+    reference = weakref.ref(out)
+    del out
+    assert reference() is None
 
 
 def test_what_an_op_holds_is_part_of_the_predicted_moment():
