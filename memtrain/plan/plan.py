@@ -97,6 +97,7 @@ class Plan:
         return Options(
             min_elements=own.min_elements,
             derive_outputs=own.derive_outputs,
+            derive_smooth=own.derive_outputs and self.bits is None,  # widths are of each payload
             derive_products=own.derive_products,
             backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),

@@ -34,7 +34,6 @@ from memtrain.planner.schemes import (
     REST,
     SCHEMES,
     SMOOTH,
-    WIDTHS,
     activation_rules,
 )
 
@@ -230,14 +229,18 @@ def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
         if not (name := own.width):
             fixed += _cost(own, DEFAULT)
             continue
-        each = [_cost(own, {**DEFAULT, name: bits}) for bits in WIDTHS]
-        moving[name] = moving.get(name, np.zeros((len(WIDTHS), 4))) + each
+        each = np.array([_cost(own, {**DEFAULT, name: bits}) for bits in _widths(name)])
+        moving[name] = moving.get(name, np.zeros(each.shape)) + each
     found: list[Mapping[str, int]] = [DEFAULT]
     totals = fixed[None]
     for name, table in moving.items():
-        found = [{**own, name: bits} for own in found for bits in WIDTHS]
+        found = [{**own, name: bits} for own in found for bits in _widths(name)]
         totals = (totals[:, None] + table[None]).reshape(-1, 4)
     return found, totals
+
+
+def _widths(name: str) -> range:
+    return range(NARROW[name], 9)
 
 
 def _cost(own: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int, int]:

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 
+from memtrain.activations.saved.derived import FINE
 from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
 LOSSLESS = "lossless"
@@ -13,13 +14,12 @@ SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS)
 """Compressors for each kind of saved tensor. `balanced` is the preset; `codes` gives
 derivative codes to nonlinearities and groups to others; `groups` gives groups also to smooth
 nonlinearities, so that their outputs are computed again; `only ...` keeps the rest."""
-WIDTHS = range(1, 9)
 CODE, SMOOTH, REST = "code", "smooth", "rest"
 """Of derivative codes; of groups that smooth nonlinearities read; of other groups."""
 DEFAULT: Mapping[str, int] = {CODE: 3, SMOOTH: 5, REST: 4}
 """Kind of code -> its bits, 1 to 8: the preset `balanced`'s."""
-NARROW: Mapping[str, int] = {CODE: 1, SMOOTH: 2, REST: 1}
-"""With the default, two points on the line of bytes over bits."""
+NARROW: Mapping[str, int] = {CODE: 1, SMOOTH: FINE, REST: 1}
+"""The fewest bits; with the default, two points on the line of bytes over bits."""
 
 TORCH, BITS8, BITS4, FACTORED, BITS2 = "torch", "8-bit", "4-bit", "factored", "2-bit factored"
 STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
@@ -33,6 +33,7 @@ _EXACT_CODES = (  # one bit stores these derivatives exactly; masks and argmax i
 )
 _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
     ActivationRule(op="@exponential", compressor=_WIDE),
+    ActivationRule(op="wide_dot_product_attention", compressor={"name": "float", "format": "bf16"}),
     ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
     ActivationRule(op="dot_product_attention", compressor={**_NARROW, "bits": 6}),
     ActivationRule(op="softmax|matmul", compressor={**_NARROW, "bits": 6}),
@@ -40,6 +41,7 @@ _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is c
     ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
 _HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 5})
+_SILU = ActivationRule(op="silu", compressor={**_NARROW, "bits": 5})
 _MOMENTUM = "exp_avg|momentum_buffer"
 
 
@@ -66,7 +68,7 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     none = ActivationRule(op="@nonlinear", compressor=KEEP)
     rest = [*_BIAS, rows, own]
     return {
-        BALANCED: [saturating, _HARDSWISH, codes, *rest],
+        BALANCED: [saturating, _HARDSWISH, _SILU, codes, *rest],
         CODES: [saturating, *_EXACT_CODES, codes, *rest],
         GROUPS: [saturating, *_EXACT_CODES, smooth, codes, *rest],
         ONLY_CODES: [*_EXACT_CODES, codes],

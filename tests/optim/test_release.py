@@ -416,13 +416,27 @@ def test_wrong_options_and_sparse_gradients_are_refused():
     optimizer.step()
 
 
-def test_complex_parameters_are_refused():
-    inner = torch.optim.AdamW([nn.Parameter(torch.ones(4, 4, dtype=torch.complex64))])
-    with pytest.raises(
-        ValueError, match=r"shape \(4, 4\) and dtype torch\.complex64.*gradients=keep"
-    ):
-        ReleaseGradients(inner)
-    assert "step" not in vars(inner)
+def test_complex_parameters_are_updated_as_their_gradients_arrive():
+    def make():
+        generator = torch.Generator().manual_seed(0)
+        return nn.Parameter(torch.randn(4, 4, dtype=torch.complex64, generator=generator))
+
+    own, other = make(), make()
+    optimizer = ReleaseGradients(torch.optim.AdamW([own]), clip="parameter", limit=0.5)
+    plain = torch.optim.AdamW([other])
+    for _ in range(2):
+        own.abs().square().sum().backward()
+        optimizer.step()
+        other.abs().square().sum().backward()
+        nn.utils.clip_grad_norm_([other], 0.5)
+        plain.step()
+        plain.zero_grad()
+    torch.testing.assert_close(own, other)
+    for options in ({"clip": "value"}, {"accumulate": 2}):
+        inner = torch.optim.AdamW([own])
+        with pytest.raises(ValueError, match=r"of shape \(4, 4\) is torch.complex64"):
+            ReleaseGradients(inner, **options)
+        assert "step" not in vars(inner)
 
 
 def test_a_stalled_run_is_detected_by_its_steps_not_by_its_parameters(recwarn):

@@ -81,8 +81,10 @@ class Interception:
             choose,
             options.min_elements,
             seed,
-            derive_outputs=options.derive_outputs,
-            derive_products=options.derive_products,
+            # Rounding changes the results of ops, which their inputs then do not determine.
+            derive_outputs=options.derive_outputs and rounding is None,
+            derive_smooth=options.derive_smooth and rounding is None,
+            derive_products=options.derive_products and rounding is None,
         )
         self.replacements = Replacements(self.saved, options)
         self.graphs = CompiledGraphs(self.find_model, self.saved, self._record_graph)

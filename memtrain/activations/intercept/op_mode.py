@@ -14,7 +14,7 @@ from torch.overrides import TorchFunctionMode
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
-from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION
+from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION, WIDE, WIDE_ATTENTION
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import FOREIGN_HOOKS, Site
 
@@ -89,7 +89,10 @@ class OpMode(TorchFunctionMode):
         if func in _ATTENTIONS:
             scale = kwargs.get("scale")
             unscaled = isinstance(scale, int | float) and scale >= 1
-            saved.attention = UNSCALED_ATTENTION if unscaled else ATTENTION
+            query = args[0] if args else kwargs.get("query")
+            wide = unscaled and isinstance(query, Tensor) and query.shape[-1] >= WIDE
+            unscaled_name = WIDE_ATTENTION if wide else UNSCALED_ATTENTION
+            saved.attention = unscaled_name if unscaled else ATTENTION
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             saved.bool_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
         elif func in EXPOSING:

@@ -16,8 +16,9 @@ class Options:
         min_elements: Smaller tensors are kept.
         derive_outputs: Whether a norm's output that another op saves is recomputed from the payload
             that the norm keeps.
-        derive_products: Whether outputs of SiLU and GELU, products, and dropped outputs are
-            recomputed too.
+        derive_smooth: Whether outputs of SiLU and GELU are recomputed from payloads of their inputs
+            with 4 bits or more.
+        derive_products: Whether products and dropped outputs are recomputed too.
         backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
             once (one sample at least), and works through the batch in pieces. None: all at once.
         recompute: Modules (globs, `@blocks`) that keep their inputs only, and run again in the
@@ -30,6 +31,7 @@ class Options:
 
     min_elements: int = 1024
     derive_outputs: bool = True
+    derive_smooth: bool = False
     derive_products: bool = False
     backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 """Derived outputs: an op's output that another op saves, recomputed from payloads that are kept.
 
-A norm's output is linear in the norm's own payload, so that it stays unbiased. With
-`derive_products`, outputs of nodes in `FORMULAS` are recomputed from the payloads that the node
+A norm's output is linear in the norm's own payload, so that it stays unbiased. Outputs of SiLU and
+GELU, and with `derive_products` of products, are recomputed from the payloads that their node
 saves: products are unbiased, as the payloads are independent; SiLU and GELU are not linear, and
 their bias is the curvature times half the variance of the codes. An output is recomputed only if
 nothing can have written to it since: views and casts alone lie between its node and the saved
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
 from memtrain.activations.saved.function_payloads import decompress, saved_payloads
-from memtrain.activations.saved.known_ops import CASTS, VIEWS, node_classes
+from memtrain.activations.saved.known_ops import CASTS, MULTIPLIES, VIEWS, node_classes
 from memtrain.activations.saved.node_tensors import flows_into
 from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.store import Store, check_version, without_elements
@@ -39,6 +39,10 @@ def _formulas() -> dict[type, Formula]:
 
 FORMULAS = _formulas()
 """Class of a node -> how its output follows from what it saves."""
+SMOOTH = {node: formula for node, formula in FORMULAS.items() if node not in MULTIPLIES}
+"""Those of nonlinearities."""
+FINE = 4
+"""Bits per element from which the curvature of a nonlinearity makes little bias."""
 
 
 class _Output(NamedTuple):
@@ -104,7 +108,7 @@ class DerivedOutputs:
         self._contents: dict[int, Callable[[], Tensor]] = {}
         self._nbytes: dict[int, int] = {}  # that the first use of a content adds
         self._norms: dict[int, Any] = {}
-        self._parts: dict[int, tuple[str, dict[str, Any]]] = {}
+        self.parts: dict[int, tuple[str, dict[str, Any]]] = {}
 
     def add(self, y: Tensor, op: str) -> None:
         """Note the output of an op that has just run, if its node can recompute it.
@@ -130,14 +134,13 @@ class DerivedOutputs:
             handle: Its `unpack()` returns the tensor.
             op: The op's name in sites.
         """
-        if type(node) in FORMULAS:
-            self._parts.setdefault(node._sequence_nr(), (op, {}))[1][attribute] = handle
+        self.parts.setdefault(node._sequence_nr(), (op, {}))[1][attribute] = handle
 
     def add_computed(self, y: Any) -> None:
         """Note the output of an op whose saved tensors have just been visited."""
         node: Any = y.grad_fn if isinstance(y, Tensor) else None
         number = -1 if node is None else node._sequence_nr()
-        op, parts = self._parts.pop(number, ("", {}))
+        op, parts = self.parts.pop(number, ("", {}))
         if not parts or foreign(y):
             return
         names, formula = FORMULAS[type(node)]
@@ -233,7 +236,7 @@ class DerivedOutputs:
         copies = [None if t is None else t.detach().clone() for t in weights]
         content = partial(_recompute, node.output, payload, node.compressor, [statistics, *copies])
         self._contents[number] = content
-        self._nbytes[number] = sum(t.nbytes for t in copies if t is not None)
+        self._nbytes[number] = sum([t.nbytes for t in copies if t is not None])
         return content
 
 

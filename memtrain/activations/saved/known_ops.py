@@ -34,7 +34,10 @@ DERIVATIVE = (
 
 ATTENTION = "scaled_dot_product_attention"
 UNSCALED_ATTENTION = "dot_product_attention"
-"""The same op written out, with a scale of 1 or more: its probabilities saturate."""
+"""The same op with a scale of 1 or more: its probabilities saturate."""
+WIDE_ATTENTION = "wide_dot_product_attention"
+"""The same with heads of `WIDE` elements or more: a score's error is above 0.2 with 8 bits."""
+WIDE = 256
 
 _F: Any = torch._C._functions  # pyright: ignore[reportAttributeAccessIssue]
 
@@ -127,7 +130,7 @@ def named(op: str, role: str, function: Any, attention: str) -> tuple[str, str]:
         op: Of the node's row.
         role: Of the saved tensor in that row.
         function: The torch function that was called.
-        attention: The name in rules of the attention that runs written out, or "".
+        attention: The name in rules of the attention that runs, or "".
     """
     if attention and op in ("matmul", "softmax", "mul"):
         return attention, "saved"

@@ -14,7 +14,7 @@ from torch._subclasses import FakeTensor
 from memtrain.activations.saved import known_ops, node_tensors
 from memtrain.activations.saved.attention import KERNELS, FusedAttention, Kernel
 from memtrain.activations.saved.checks import Checks
-from memtrain.activations.saved.derived import DerivedOutputs
+from memtrain.activations.saved.derived import FINE, FORMULAS, SMOOTH, DerivedOutputs
 from memtrain.activations.saved.fit import Choose, decide, fit
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Kept, MaskBias
@@ -59,7 +59,8 @@ class SavedTensors:
         min_elements: Smaller tensors are kept.
         seed: Feeds the keys of stochastic rounding.
         derive_outputs: Whether a norm's output is recomputed from the norm's own payload.
-        derive_products: Whether outputs of `derived.FORMULAS` are recomputed too.
+        derive_smooth: Whether outputs of SiLU and GELU are, from 4 bits or more.
+        derive_products: Whether products and dropped outputs are recomputed too.
     """
 
     def __init__(
@@ -69,10 +70,12 @@ class SavedTensors:
         seed: int,
         *,
         derive_outputs: bool = True,
+        derive_smooth: bool = False,
         derive_products: bool = False,
     ) -> None:
         self.choose, self.min_elements, self.seed = choose, min_elements, seed
-        self.derive_outputs, self.derive_products = derive_outputs, derive_products
+        self.derive_outputs, self.derive_smooth = derive_outputs, derive_smooth
+        self.derive_products = derive_products
         self.step = 0
         """Forward passes so far."""
         self.draws: Mapping[str, int] = {}
@@ -91,6 +94,7 @@ class SavedTensors:
     def _reset(self) -> None:
         self.store = Store()
         self.derived = DerivedOutputs(self.store)
+        self._formulas = FORMULAS if self.derive_products else SMOOTH if self.derive_smooth else {}
         self.readers = Readers()
         self.bool_mask = False
         """Whether the op that runs now was given an attention mask of bools."""
@@ -223,7 +227,7 @@ class SavedTensors:
                 self.readers.visit(node)
             if not hooked:
                 self._visit(node, function, module)
-        if self.derive_products:
+        if self.derived.parts:
             self.derived.add_computed(result)
         if waiting:
             self.readers.seen(results)
@@ -242,6 +246,8 @@ class SavedTensors:
         op, seen = row.op(node, function), set[str]()
         self._is_square = kind in known_ops.MULTIPLIES and _are_equal(tensors)
         kernel = KERNELS.get(kind)
+        if kernel is not None and self.attention:
+            op = self.attention
         self._fused = None if kernel is None else self._attention(node, kernel, tensors, module)
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
@@ -379,7 +385,7 @@ class SavedTensors:
         if source is not None:
             self._register(node, saved.attribute, source, x, site, chosen)
             self._record(x, site, source.nbytes, "derived", DERIVED, source, source.op)
-            if self.derive_products:
+            if type(node) in self._formulas:
                 self.derived.part(node, saved.attribute, source, site.op)
             return
         handle = self._handle(x, site, chosen, node)
@@ -387,7 +393,8 @@ class SavedTensors:
             self._keep(x, site, "its payload would be no smaller", node, saved.attribute)
             return
         self._register(node, saved.attribute, handle, x, site, chosen)
-        if self.derive_products:
+        is_fine = self.derive_products or 8 * handle.entry.nbytes >= FINE * x.numel()
+        if is_fine and type(node) in self._formulas:
             self.derived.part(node, saved.attribute, handle, site.op)
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node, handle.entry)
@@ -518,7 +525,7 @@ class SavedTensors:
             storage.epoch += 1
 
 
-_STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_products"]
+_STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_smooth", "derive_products"]
 _STATE += ["step", "draws", "watch", "lossless"]
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
 

@@ -21,8 +21,8 @@ from memtrain.optim.wrappers.host_parameters import check_whole
 from memtrain.optim.wrappers.host_states import HostStates
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.release_checks import (
+    check_complex,
     check_gradient_readers,
-    check_real,
     check_separate,
 )
 from memtrain.optim.wrappers.weights import SplitWeights, keeps_float32, parse
@@ -46,7 +46,7 @@ def check_release(config: Any) -> None:
 def check(model: nn.Module, config: Any) -> None:
     """Raise ValueError for requests that `apply` cannot fulfill; nothing is changed."""
     if config.gradients == RELEASE:
-        check_real(model.parameters())
+        check_complex(model.parameters(), config.release.clip, config.release.accumulate)
         check_separate(model.parameters())
         check_gradient_readers(model)
         if models_in_ddp(model.parameters()):

@@ -54,6 +54,7 @@ def norm_of(grad: Tensor) -> float | Tensor:
     Memory:
         For a 16-bit gradient on a CPU, a float32 copy of `PIECE` elements, or of one row.
     """
+    grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     norm_in = partial(torch.linalg.vector_norm, dtype=dtype)
     cast = grad.is_cpu and not is_for_cuda(grad) and grad.dtype.itemsize < 4

@@ -24,8 +24,8 @@ from memtrain.optim.wrappers.gradient_norms import PendingNorm
 from memtrain.optim.wrappers.late_changes import LateChanges
 from memtrain.optim.wrappers.release_checks import (
     broken_off,
+    check_complex,
     check_options,
-    check_real,
     check_separable,
     check_separate,
     refuse_scaler,
@@ -143,7 +143,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._handles: dict[Tensor, Any] = {}
         self._lock = RLock()
         params = [p for group in inner.param_groups for p in group["params"]]
-        check_real(params)
+        check_complex(params, clip, accumulate)
         check_separate(params)
         check_separable(inner)
         super().__init__(inner)
@@ -236,7 +236,7 @@ class ReleaseGradients(OptimizerWrapper):
         if "_inner_step" in vars(self):
             params = param_group["params"]
             params = [params] if isinstance(params, Tensor) else list(params)
-            check_real(params)
+            check_complex(params, self.clip, self.accumulate)
             super().add_param_group({**param_group, "params": params})
             self._attach()
 
@@ -375,7 +375,7 @@ class ReleaseGradients(OptimizerWrapper):
         factor = self._clip_factor(norm if guard is None else guard.double() / self.loss_scale)
         factor = factor / self.loss_scale
         scales = isinstance(factor, Tensor) or factor != 1.0
-        widened = scales and isinstance(self.inner, OptimizerWrapper)
+        widened = scales and isinstance(self.inner, OptimizerWrapper) and not param.is_complex()
 
         def clipped(grad: Tensor) -> Tensor:
             grad = grad.float() if widened else grad
@@ -410,6 +410,8 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _check(self, param: Tensor) -> None:
         refuse_sparse([param], type(self).__name__)
+        if self.clip == "value" or self.accumulate > 1:
+            check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:
             raise RuntimeError(
                 "clip='two_pass' runs backward itself, twice: call optimizer.step(closure) with a "

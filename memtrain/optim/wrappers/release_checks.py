@@ -41,13 +41,15 @@ def check_options(
             raise ValueError(f"{prefix}{name}={value} is out of range; allowed: above 0 and finite")
 
 
-def check_real(params: Iterable[Tensor]) -> None:
-    """Raise ValueError for complex parameters, whose released gradients no clipping serves."""
+def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
+    """Raise ValueError for complex parameters if an option needs real gradients."""
+    kept = {"clip='value'": clip == "value", f"accumulate={accumulate}": accumulate > 1}
     for param in params:
-        if param.is_complex():
+        for option in [name for name, asked in kept.items() if asked and param.is_complex()]:
             raise ValueError(
-                f"gradients='release' with a parameter of shape {tuple(param.shape)} and dtype "
-                f"{param.dtype}: clipping and sums take real gradients; allowed: gradients=keep"
+                f"{option} takes gradients of real numbers, and a parameter of shape "
+                f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
+                "previous or two_pass, and accumulate=1"
             )
 
 

@@ -207,11 +207,11 @@ def test_gradients_at_eight_bits_are_as_close_as_the_step(row):
 
 @pytest.mark.parametrize("scale", [None, 0.25, 1.0])
 @pytest.mark.parametrize("kind", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], ids=str)
-def test_attention_that_is_written_out_without_a_scale_is_an_op_of_its_own(kind, scale):
-    model, inputs = made(Row(attention(kind, scale), QKV, {}))
+@pytest.mark.parametrize(("width", "wide"), [(16, ""), (256, "wide_")])
+def test_attention_without_a_scale_is_an_op_of_its_own(kind, scale, width, wide):
+    model, inputs = made(Row(attention(kind, scale), [(2, 4, 24, width)] * 3, {}))
     _, records, _ = step(model, inputs, choose=lambda site: EIGHT)
-    unscaled = scale == 1 and kind == SDPBackend.MATH
-    op = "dot_product_attention" if unscaled else "scaled_dot_product_attention"
+    op = f"{wide}dot_product_attention" if scale == 1 else "scaled_dot_product_attention"
     assert {record.site.op for record in records} == {op}
 
 

@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memtrain
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.audit.live_storages import saved_nbytes
@@ -43,7 +44,9 @@ def attached(model, choose, *, derive=True, products=False, records=None):
     interception = Interception(
         model,
         choose,
-        options=Options(min_elements=64, derive_outputs=derive, derive_products=products),
+        options=Options(
+            min_elements=64, derive_outputs=derive, derive_smooth=derive, derive_products=products
+        ),
         seed=0,
         on_saved=on_saved,
     )
@@ -65,23 +68,36 @@ def cosine(a, b):
 
 @pytest.mark.parametrize("make", [SwiGLU, GEGLU])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_gate_keeps_two_payloads_and_not_four(make, dtype):
+def test_a_gate_keeps_two_or_three_payloads_and_not_four(make, dtype):
     """In 8-bit groups, about as close to the exact gradient as when every tensor has a payload."""
     torch.manual_seed(0)
     model, x = make().to(dtype), torch.randn(8, 32, 64).to(dtype)
     exact = gradients(model, x)
     errors, kept = [], []
-    for products in (False, True):
-        interception = attached(model, lambda site: GROUP, products=products)
+    for derive, products in ((False, False), (True, False), (True, True)):
+        interception = attached(model, lambda site: GROUP, derive=derive, products=products)
         found = gradients(model, x)
         kept.append(saved_nbytes(lambda: model(x), exclude=[x])[0])
         interception.detach()
         pairs = zip(found, exact, strict=True)
         errors.append([float((a - b).norm() / b.norm()) for a, b in pairs])
-    assert kept == [4 * PAYLOAD, 2 * PAYLOAD]
+    assert kept == [4 * PAYLOAD, 3 * PAYLOAD, 2 * PAYLOAD]
     # |f'| < 1.13, and the input's range is at most twice the output's
-    for derived, plain in zip(errors[1], errors[0], strict=True):
-        assert derived <= 1.13 * 2 * plain + 2 * torch.finfo(dtype).eps
+    for derived in errors[1:]:
+        for mine, every in zip(derived, errors[0], strict=True):
+            assert mine <= 1.13 * 2 * every + 2 * torch.finfo(dtype).eps
+
+
+def test_sums_that_cancel_are_exact_for_inputs_near_zero():
+    """As a bias before a norm: every derivative is 0.5, and no code may be off by its sign."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.SiLU())
+    nn.init.normal_(model[0].weight, std=1e-5)
+    nn.init.zeros_(model[0].bias)
+    grad = torch.randn(4096, 64)
+    memtrain.wrap(model, None, "activations_only")
+    (model(torch.randn(4096, 64)) * (grad - grad.mean(0))).sum().backward()
+    assert model[0].bias.grad.norm() < 1e-3 * grad.norm() / 8
 
 
 PAYLOAD = 8 * 32 * 96 + 8 * 32 * 96 // 256 * 8
