@@ -3,7 +3,7 @@
 from torch import Tensor
 
 GATES = 4  # of an LSTM's cell
-_PAGE, _LINE, _ALIAS = 4096, 64, 1024
+_PAGE, _LINE, _ALIAS = 4096, 64, 256
 
 
 def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
@@ -11,11 +11,11 @@ def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
 
     oneDNN lays out: the gates and the hidden states of each step; the states of the input, of the
     layer and of their gradients at each step and one more, for the layer and what is below it; and
-    so the cells' and their gradients. Rows are whole cache lines, with one more where they are
-    whole KiB, and each part begins at a page.
+    so the cells' and their gradients. Gradients are float32. Rows are whole cache lines, with one
+    more where they are a multiple of 256 elements, and each part begins at a page.
 
     Args:
-        x: [time, batch, features] (or [batch, time, features]), float32.
+        x: [time, batch, features] (or [batch, time, features]), float32 or bfloat16.
         recurrent: The recurrent weight, [4 * hidden, hidden].
 
     Returns:
@@ -32,18 +32,19 @@ def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
     steps, batch, features = x.shape
     size, hidden = x.element_size(), recurrent.shape[1]
     once, state = steps * batch, 2 * (steps + 1) * batch
-    widest = row_nbytes(max(features, hidden), size)
+    widest = max(features, hidden)
     parts = [
         once * row_nbytes(GATES * hidden, size),
         once * row_nbytes(hidden, size),
-        *[state * widest] * 3,
-        *[state * hidden * size] * 2,
+        state * row_nbytes(widest, size),
+        *[state * row_nbytes(widest, 4)] * 2,
+        *(state * hidden * each for each in (size, 4)),
     ]
     return sum(-(-part // _PAGE) * _PAGE for part in parts)
 
 
 def row_nbytes(elements: int, size: int) -> int:
-    """Bytes from one row of a matrix to the next: whole cache lines, but no whole KiB.
+    """Bytes from one row of a matrix to the next: whole cache lines, and no multiple of 256.
 
     Args:
         elements: Of a row.
@@ -53,5 +54,6 @@ def row_nbytes(elements: int, size: int) -> int:
         >>> row_nbytes(100, 4), row_nbytes(256, 4)
         (448, 1088)
     """
-    nbytes = -(-elements * size // _LINE) * _LINE
-    return nbytes + _LINE * (nbytes % _ALIAS == 0)
+    line = _LINE // size
+    elements = -(-elements // line) * line
+    return size * (elements + line * (elements % _ALIAS == 0))

@@ -5,7 +5,7 @@ returns. So the code that takes it declares it: memtrain's kernels where they ar
 (`kernels.dispatch.register`), torch's ops here. Where that depends on a library and the processor
 (`COUNTED`: convolutions, norms, losses), the op runs once, on zeros, in a thread of its
 own, and its allocations are counted.
-`benchmarks/peaks_everywhere.py` and `tests/audit/peak/test_held_inside.py` compare what is declared
+`benchmarks/peaks.py` and `tests/audit/peak/test_held_inside.py` compare what is declared
 with what an op really allocates.
 """
 
