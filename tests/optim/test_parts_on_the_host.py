@@ -61,7 +61,8 @@ def parameter(mesh, seed=0):
 def devices(states):
     for value in states.values():
         for tensor in value.values() if isinstance(value, dict) else [value]:
-            yield local(tensor).device.type
+            if not isinstance(tensor, bytes):  # the count that plain optimizers refuse
+                yield local(tensor).device.type
 
 
 @pytest.mark.parametrize("make", [AdamW4bit, AdamW8bitFactor, SplitWeights])

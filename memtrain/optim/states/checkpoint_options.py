@@ -8,10 +8,19 @@ values are a tuple in an option of each group, which is saved whole.
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from memtrain.environment import is_called_from
+
 OWN = "memtrain"
 """The option of a group, a tuple of names and plain values."""
 CORRECTION = "weight_correction"
 """The state of a split weight."""
+_MARK = (
+    b"memtrain compressed these states: load memtrain.optim.portable_state_dict(optimizer) "
+    b"into a plain optimizer. Steps: "
+)
 
 
 def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,3 +62,48 @@ def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": states, "param_groups": groups}
+
+
+def marked(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint that torch's optimizers refuse to load, with the remedy in the error.
+
+    Their `__setstate__` converts the first parameter's count of steps, if that is no tensor, by
+    `float`, whose error shows it. torch.distributed.checkpoint, whose flattened form allows no
+    bytes, gets the tensor. SGD and Lion have no count, and refuse at the step.
+
+    Args:
+        state_dict: With payloads or without; it is not changed.
+    """
+    if is_called_from("torch.distributed.checkpoint"):
+        return state_dict
+    for number, state in state_dict["state"].items():
+        step = state.get("step")
+        if type(step) is not Tensor or step.dim() or step.is_meta:
+            continue
+        if any(isinstance(value, dict) for value in state.values()):
+            whole = {**state, "step": _MARK + str(step.item()).encode()}
+            return {**state_dict, "state": {**state_dict["state"], number: whole}}
+    return state_dict
+
+
+def unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with the count of steps that `marked` replaced.
+
+    Example:
+        >>> unmarked({"state": {0: {"step": _MARK + b"3.0"}}})
+        {'state': {0: {'step': tensor(3.)}}}
+    """
+    dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+    states = dict(state_dict["state"])
+    # torch.distributed.checkpoint loads bytes under the number's text, beside the old count.
+    for text in [n for n in states if isinstance(n, str) and n.isdigit() and int(n) in states]:
+        states[int(text)] = {**states[int(text)], **states.pop(text)}
+    found = {
+        number: {
+            **state,
+            "step": torch.tensor(float(state["step"].removeprefix(_MARK)), dtype=dtype),
+        }
+        for number, state in states.items()
+        if isinstance(state, dict) and isinstance(state.get("step"), bytes)
+    }
+    return {**state_dict, "state": {**states, **found}}

@@ -133,17 +133,18 @@ class CompressedStates(Optimizer):
 
         Returns:
             Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
-            `portable_state_dict` gives one that the plain optimizer loads; with this one, its first
-            step raises. Of sharded parameters payloads are laid out by rows, as DTensors
-            (`rows.to_rows`): what `torch.distributed.checkpoint` saves, any number of processes
-            loads.
+            `portable_state_dict` gives one that the plain optimizer loads; torch's optimizers with
+            a count of steps refuse this one, whose first count is text. Of sharded parameters
+            payloads are laid out by rows, as DTensors (`rows.to_rows`): what
+            `torch.distributed.checkpoint` saves, any number of processes loads.
         """
         return optimizer_hooks.saved(self, self, self._whole_state_dict)
 
     def _whole_state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
         saved["state"] = {**saved["state"], **self._states_by_rows(saved)}
-        return {**saved, OWN: {**saved.get(OWN, {}), "states": FORMAT}}
+        own = {**saved.get(OWN, {}), "states": FORMAT}
+        return checkpoint_options.marked({**saved, OWN: own})
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -161,7 +162,7 @@ class CompressedStates(Optimizer):
         def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if (number := loaded.get(OWN, {}).get("states", FORMAT)) != FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: {FORMAT}")
-            loaded = checkpoint_options.without(loaded)
+            loaded = checkpoint_options.unmarked(checkpoint_options.without(loaded))
             if len(loaded["param_groups"]) != len(groups):
                 return loaded  # which torch refuses
             for group in loaded["param_groups"]:
