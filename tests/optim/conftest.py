@@ -1,3 +1,3 @@
 """The programs that tests start as processes of their own are no tests."""
 
-collect_ignore = ["distributed.py", "sharded.py"]
+collect_ignore = ["distributed.py", "sharded.py", "sharded_checkpoints.py"]
