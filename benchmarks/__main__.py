@@ -17,13 +17,12 @@ from benchmarks import (
     host,
     optimizer,
     peaks,
-    peaks_everywhere,
 )
 from benchmarks.harness import RESULTS, Benchmark, GateError, Options, Row, append, environment
 
 BENCHMARKS: dict[str, Benchmark] = {
     module.BENCHMARK.name: module.BENCHMARK
-    for module in (activations, architectures, families, host, optimizer, peaks, peaks_everywhere)
+    for module in (activations, architectures, families, host, optimizer, peaks)
 }
 
 

@@ -80,7 +80,7 @@ def names(kind: str) -> Mapping[str, Any]:
     return getattr(modeling_auto, KINDS[kind].mapping)
 
 
-def build(kind: str, name: str) -> Case:
+def build(kind: str, name: str, sizes: Mapping[str, int] = SMALL) -> Case:
     """A small model of an architecture, in training, and its batch.
 
     Raises:
@@ -92,7 +92,7 @@ def build(kind: str, name: str) -> Case:
     config_class = transformers.CONFIG_MAPPING[name]
     renamed = getattr(config_class, "attribute_map", {})
     known = {*inspect.signature(config_class.__init__).parameters, *vars(config_class())}
-    small = {"image_size": 64} if kind == "ImageClassification" else SMALL
+    small = {"image_size": 64} if kind == "ImageClassification" else sizes
     options = {key: x for key, x in small.items() if key in known and key not in renamed}
     found = names(kind)[name]
     cls = getattr(transformers, found if isinstance(found, str) else found[0])

@@ -1,6 +1,6 @@
 """Every byte that a process asks of malloc, alive now and at most: kernels' and libraries' too.
 
-    python -m benchmarks.tracker -m benchmarks run peaks_everywhere
+    python -m benchmarks.tracker -m benchmarks run peaks
     python -m benchmarks.tracker my_script.py
 
 runs Python with a small C++ library in front of glibc's malloc (`tracker.cpp`, built with g++ where
