@@ -47,8 +47,8 @@ def test_a_process_without_the_tracker_measures_nothing():
 def test_peaks_of_every_model_hold_under_every_preset(name):
     found = rows([(name, preset, "float32") for preset in peaks.PRESETS])
     assert [row for row in found if not row["refused"] and not row["holds"]] == []
-    # What a preset cannot do with a model it says; plain PyTorch does anything.
-    assert found[0]["refused"] == ""
+    # A preset refuses some models; the baseline only those whose shapes depend on data.
+    assert found[0]["refused"] == "" or "depends on data" in found[0]["refused"]
 
 
 @pytest.mark.nightly
