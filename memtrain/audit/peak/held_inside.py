@@ -1,12 +1,10 @@
 """Bytes that an op holds on the CPU while it runs, besides its arguments and its results.
 
-A dispatch mode sees an op's results, not what it allocates inside itself and frees before it
-returns. So the code that takes it declares it: memtrain's kernels where they are registered
-(`kernels.dispatch.register`), torch's ops here. Where that depends on a library and the processor
-(`COUNTED`: convolutions, norms, losses), the op runs once, on zeros, in a thread of its
-own, and its allocations are counted.
-`benchmarks/peaks.py` and `tests/audit/peak/test_held_inside.py` compare what is declared
-with what an op really allocates.
+A dispatch mode sees the results of an op, not what the op allocates and frees while it runs. Each
+kernel of memtrain declares these bytes where it is registered (`kernels.dispatch.register`); torch's
+ops are declared here. If the bytes depend on a library and the processor (`COUNTED`: convolutions,
+norms, losses), the op runs once on zeros in a separate thread, and its allocations are counted.
+`benchmarks/peaks.py` and `tests/audit/peak/test_held_inside.py` compare declared and real bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
