@@ -1,7 +1,7 @@
 """Bytes that an op holds on the CPU while it runs, besides its arguments and its results.
 
 A dispatch mode sees the results of an op, not what the op allocates and frees while it runs. Each
-kernel of memtrain declares these bytes where it is registered (`kernels.dispatch.register`); torch's
+kernel of memtrain declares these bytes at its registration (`kernels.dispatch.register`); torch's
 ops are declared here. If the bytes depend on a library and the processor (`COUNTED`: convolutions,
 norms, losses), the op runs once on zeros in a separate thread, and its allocations are counted.
 `benchmarks/peaks.py` and `tests/audit/peak/test_held_inside.py` compare declared and real bytes.
