@@ -35,7 +35,6 @@ class Call(NamedTuple):
     accepts: Callable[[Compressor], bool]  # if not, the op runs as it is, under hooks
     tensor: str = "input"  # the role of its one site: `input` or `saved`
     plain: Callable[[Tensor], Tensor] | None = None  # for a module: one op with the same value
-    again: Callable[..., Any] | None = None  # `run`, given a call's own arguments
 
 
 def gives_floats(compressor: Compressor) -> bool:

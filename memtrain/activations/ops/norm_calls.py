@@ -35,7 +35,6 @@ def _call(
     x: Tensor,
     *args: Any,
     op: str = "",
-    again: Callable[..., Tensor] | None = None,
     **options: Any,
 ) -> Call:
     """A call of a norm; `op` is its name in rules, where that is another.
@@ -49,7 +48,7 @@ def _call(
     def run(compressor: Compressor, key: Key) -> Tensor:
         return _NORMS[norm][0](x, *args, **options, compressor=compressor, key=key)
 
-    return Call(op or norm, x, run, gives_floats, again=again)
+    return Call(op or norm, x, run, gives_floats)
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
@@ -58,16 +57,15 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     Evaluation with running statistics is left to hooks: it is a product with constants. So are
     `torch.batch_norm` and `torch.instance_norm` called directly, in their own order of arguments.
     """
-    norm, names = _NORMS[name]
+    names = _NORMS[name][1]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
     x = values.get("input")
     if not isinstance(x, Tensor) or x.numel() == 0:
         return None
     given = {key: values[key] for key in ("weight", "bias", "eps", "momentum") if key in values}
     if name in ("layer_norm", "rms_norm"):
-        own = args and len(args) <= len(names) and kwargs.keys() <= {*names}
         shape = tuple(values["normalized_shape"])
-        return _call(name, x, shape, **given, again=norm if own else None)
+        return _call(name, x, shape, **given)
     if name == "group_norm":
         return None if values["num_groups"] < 1 else _call(name, x, values["num_groups"], **given)
     own = values.get("training" if name == "batch_norm" else "use_input_stats", False)
