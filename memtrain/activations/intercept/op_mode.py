@@ -88,11 +88,11 @@ class OpMode(TorchFunctionMode):
         saved.bool_mask, saved.attention = False, ""
         if func in _ATTENTIONS:
             scale = kwargs.get("scale")
-            unscaled = isinstance(scale, int | float) and scale >= 1
-            query = args[0] if args else kwargs.get("query")
-            wide = unscaled and isinstance(query, Tensor) and query.shape[-1] >= WIDE
-            unscaled_name = WIDE_ATTENTION if wide else UNSCALED_ATTENTION
-            saved.attention = unscaled_name if unscaled else ATTENTION
+            saved.attention = ATTENTION
+            if isinstance(scale, int | float) and scale >= 1:
+                query = args[0] if args else kwargs.get("query")
+                wide = isinstance(query, Tensor) and query.shape[-1] >= WIDE
+                saved.attention = WIDE_ATTENTION if wide else UNSCALED_ATTENTION
             mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
             saved.bool_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
         elif func in EXPOSING:

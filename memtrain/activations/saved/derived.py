@@ -96,7 +96,9 @@ class Derived:
 
 
 class DerivedOutputs:
-    """The outputs of one forward that can be recomputed.
+    """The outputs of one forward that can be recomputed, by the node itself.
+
+    Numbers of nodes do not identify them: each thread counts its own.
 
     Args:
         store: Knows whose memory was exposed.
@@ -104,11 +106,10 @@ class DerivedOutputs:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._outputs: dict[int, _Output] = {}
-        self._contents: dict[int, Callable[[], Tensor]] = {}
-        self._nbytes: dict[int, int] = {}  # that the first use of a content adds
-        self._norms: dict[int, Any] = {}
-        self.parts: dict[int, tuple[str, dict[str, Any]]] = {}
+        self._outputs: dict[Any, _Output] = {}
+        self._contents: dict[Any, Callable[[], Tensor]] = {}
+        self._nbytes: dict[Any, int] = {}  # that the first use of a content adds
+        self.parts: dict[Any, tuple[str, dict[str, Any]]] = {}
 
     def add(self, y: Tensor, op: str) -> None:
         """Note the output of an op that has just run, if its node can recompute it.
@@ -122,7 +123,6 @@ class DerivedOutputs:
             return
         layout, memory = memory_of(y)
         if memory is not None and node.payloads[0][-1] == layout:
-            self._norms[node._sequence_nr()] = node
             self._note(y, op, memory, frozenset({node._sequence_nr()}))
 
     def part(self, node: Any, attribute: str, handle: Any, op: str) -> None:
@@ -134,13 +134,12 @@ class DerivedOutputs:
             handle: Its `unpack()` returns the tensor.
             op: The op's name in sites.
         """
-        self.parts.setdefault(node._sequence_nr(), (op, {}))[1][attribute] = handle
+        self.parts.setdefault(node, (op, {}))[1][attribute] = handle
 
     def add_computed(self, y: Any) -> None:
         """Note the output of an op whose saved tensors have just been visited."""
         node: Any = y.grad_fn if isinstance(y, Tensor) else None
-        number = -1 if node is None else node._sequence_nr()
-        op, parts = self.parts.pop(number, ("", {}))
+        op, parts = self.parts.pop(node, ("", {}))
         if not parts or foreign(y):
             return
         names, formula = FORMULAS[type(node)]
@@ -148,9 +147,9 @@ class DerivedOutputs:
         if memory is None or not parts.keys() >= {*names}:
             return
         handles = [parts[name] for name in names]
-        self._contents[number] = partial(_compute, formula(node), handles, layout)
+        self._contents[node] = partial(_compute, formula(node), handles, layout)
         nodes = [handle.nodes for handle in handles if isinstance(handle, Derived)]
-        self._note(y, op, memory, frozenset({number}.union(*nodes)))
+        self._note(y, op, memory, frozenset({node._sequence_nr()}.union(*nodes)))
 
     def add_dropped(self, y: Tensor, x: Tensor) -> None:
         """Note the output of memtrain's dropout, if its input can be recomputed.
@@ -165,16 +164,15 @@ class DerivedOutputs:
         (layout, memory), source = memory_of(y), self.find(x, node)
         if memory is None or source is None:
             return
-        number = node._sequence_nr()
         compute = partial(node.mask, node.saved_tensors[0])
-        self._contents[number] = partial(_compute, compute, [source], layout)
-        self._nbytes[number] = source.nbytes
+        self._contents[node] = partial(_compute, compute, [source], layout)
+        self._nbytes[node] = source.nbytes
         self._note(y, "dropout", memory, source.nodes)
 
     def _note(self, y: Any, op: str, memory: Memory, nodes: frozenset[int]) -> None:
         number = storage_id(y)
         self._store.of(y, number)  # so that no other storage takes its number
-        self._outputs[y.grad_fn._sequence_nr()] = _Output(
+        self._outputs[y.grad_fn] = _Output(
             nodes, op, without_elements(y), y._version, number, memory, y.dtype
         )
 
@@ -207,36 +205,32 @@ class DerivedOutputs:
         content = self._content(source)
         return Derived(x, layout, content, self._nbytes.pop(source, 0), output)
 
-    def _source_of(self, node: Any) -> tuple[int, bool]:
-        """The number of the node whose output a node views or casts, and whether it is a cast."""
+    def _source_of(self, node: Any) -> tuple[Any, bool]:
+        """The node whose output a node views or casts, or None, and whether it is a cast."""
         was_cast = False
         for _ in range(_STEPS):
-            if node is None:
-                break
-            number = node._sequence_nr()
-            if number in self._outputs:  # another thread's node may have the number of a norm's
-                return (number if self._norms.get(number, node) is node else -1), was_cast
+            if node is None or node in self._outputs:
+                return node, was_cast
             if type(node) not in CASTS | VIEWS:
                 break
             was_cast |= type(node) in CASTS
             node = node.next_functions[0][0]
-        return -1, False
+        return None, False
 
-    def _content(self, number: int) -> Callable[[], Tensor]:
-        """A function that recomputes the output of the node with a number.
+    def _content(self, node: Any) -> Callable[[], Tensor]:
+        """A function that recomputes the output of a node.
 
         It copies a norm's weight and bias: they may change before it is called, and an update
         through `.data` has no version.
         """
-        known = self._contents.get(number)
+        known = self._contents.get(node)
         if known is not None:
             return known
-        node = self._norms[number]
         (payload,), (statistics, *weights) = saved_payloads(node)
         copies = [None if t is None else t.detach().clone() for t in weights]
         content = partial(_recompute, node.output, payload, node.compressor, [statistics, *copies])
-        self._contents[number] = content
-        self._nbytes[number] = sum([t.nbytes for t in copies if t is not None])
+        self._contents[node] = content
+        self._nbytes[node] = sum([t.nbytes for t in copies if t is not None])
         return content
 
 

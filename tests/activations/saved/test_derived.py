@@ -1,5 +1,7 @@
 """Outputs that are recomputed from payloads that are kept anyway: norms, gates, dropouts."""
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -251,19 +253,20 @@ def test_a_weight_changed_before_the_backward_raises_as_plain_torch_does():
     interception.detach()
 
 
-def test_another_threads_tensor_is_not_taken_for_a_norms_output():
+@pytest.mark.parametrize("make", [partial(nn.LayerNorm, 64), nn.SiLU])
+def test_another_threads_tensor_is_not_taken_for_a_known_output(make):
     class Model(nn.Module):
         def __init__(self):
             super().__init__()
-            self.first, self.norm = nn.Linear(64, 64), nn.LayerNorm(64)
+            self.first, self.op = nn.Linear(64, 64), make()
             self.last = nn.Linear(64, 64, dtype=torch.float64)
 
         def forward(self, x):
             h = self.first(x)
-            n = self.norm(h)
+            n = self.op(h)
 
             def double(h):
-                """Of the same number as the norm: each thread counts its own nodes."""
+                """Of the same number as the op: each thread counts its own nodes."""
                 one = torch.ones(1, requires_grad=True)
                 while (one * 1).grad_fn._sequence_nr() < n.grad_fn._sequence_nr() - 1:
                     pass
