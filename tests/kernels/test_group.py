@@ -376,15 +376,16 @@ def test_bound_triton_kernels_are_the_ops(dtype, bits):
     wide = torch.randn(7, 3 * 512).to(dtype)
     options = (bits, 256, True, False)
     for x in (wide[:, 512:1024], wide[0, :777], wide):
-        quantize, nbytes = group.triton_kernel_of(x, *options)
         with backend("triton"):
+            quantize, nbytes = group.kernel_of(x, *options)
             want = group.group_quantize(x, bits, 256, 5)
         found = quantize(x, 5)
         assert all(map(torch.equal, found, want))
         assert nbytes == sum(t.nbytes for t in found)
     flat = wide.flatten()
-    quantize, _ = group.triton_kernel_of(flat, *options)
+    with backend("triton"):
+        quantize, _ = group.kernel_of(flat, *options)
+        strange = (wide[:, 1:1001], wide.t(), wide.double())
+        assert [group.kernel_of(x, *options) for x in strange] == [None] * 3
     same = map(torch.equal, quantize(wide.view(7, 3, 512).permute(2, 0, 1), 5), quantize(flat, 5))
     assert all(same)
-    for strange in (wide[:, 1:1001], wide.t(), wide.double()):
-        assert group.triton_kernel_of(strange, *options) is None

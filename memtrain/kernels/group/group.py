@@ -1,19 +1,13 @@
 """Min/max group quantisation to 1 to 8 bits, packed to the bit: contract, reference, dispatch."""
 
 from collections.abc import Callable
-from functools import cache
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import (
-    choose,
-    contiguous_nbytes,
-    is_plain,
-    is_plain_cpu,
-    register,
-)
+from memtrain.kernels.dispatch import choose, contiguous_nbytes, is_plain, register
 from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.random import philox
 
@@ -22,8 +16,8 @@ _LIMIT = 3.3895313892515355e38  # bfloat16's largest finite number
 _HALF_LIMIT = 65504.0  # float16's largest number
 _TINY = 2.0**-101  # smaller half ranges count as zero: their reciprocal overflows float32
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-_READ = (torch.float32, torch.bfloat16)  # dtypes that the C++ kernels read
-_WIDE = {torch.bfloat16: 0, torch.float32: 1}  # dtypes of bounds
+_READ = {"cpu": (torch.float32, torch.bfloat16), "triton": _FLOATS[:3]}
+"""Backend -> dtypes that its kernels read and write; others are cast from and to float32."""
 
 
 def group_quantize(
@@ -123,12 +117,11 @@ def group_dequantize(
         >>> group_dequantize(codes, bounds, bits=8, group_size=8, numel=8).round()
         tensor([0., 1., 2., 3., 4., 5., 6., 7.])
     """
-    if dtype in _READ and bounds.dtype in _WIDE and is_plain_cpu(codes):
-        return _dequantizer(bits, group_size, dtype, bounds.dtype)(codes, bounds, numel)
-    run = _dequantize if is_plain(codes) else _dequantize_op
-    if isinstance(numel, torch.Size):
-        return run(codes, bounds, bits, group_size, numel.numel(), dtype).view(numel)
-    return run(codes, bounds, bits, group_size, numel, dtype)
+    if is_plain(codes):
+        return _dequantize(codes, bounds, bits, group_size, numel, dtype)
+    n = numel if isinstance(numel, int) else numel.numel()
+    values = _dequantize_op(codes, bounds, bits, group_size, n, dtype)
+    return values if isinstance(numel, int) else values.view(numel)
 
 
 def quantize_reference(
@@ -235,30 +228,6 @@ def _empty(
     )
 
 
-@cache
-def _dequantizer(
-    bits: int, group_size: int, dtype: torch.dtype, kept: torch.dtype
-) -> Callable[[Tensor, Tensor, int | torch.Size], Tensor]:
-    """Return the C++ kernel of `_dequantize` for payloads on the CPU, with fewer calls."""
-    _check(bits, group_size, dtype)
-    kernel = cpu.function("mt_group_dequantize", "ppipiiii")
-    wide, is_bf16, width = _WIDE[kept], int(dtype == torch.bfloat16), group_size * bits // 8
-
-    def run(codes: Tensor, bounds: Tensor, shape: int | torch.Size) -> Tensor:
-        numel = shape if isinstance(shape, int) else shape.numel()
-        n_groups = (numel + group_size - 1) // group_size
-        own = codes.shape == (n_groups, width) and codes.dtype == torch.uint8
-        if not own or bounds.shape != (n_groups, 2):
-            _check_payload(codes, bounds, bits, group_size, numel)
-        codes, bounds = codes.contiguous(), bounds.contiguous()
-        out = codes.new_empty(shape, dtype=dtype)
-        places = codes.data_ptr(), bounds.data_ptr(), wide, out.data_ptr(), is_bf16
-        kernel(*places, numel, bits, group_size, torch.get_num_threads())
-        return out
-
-    return run
-
-
 def kernel_of(
     x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], int] | None:
@@ -274,57 +243,21 @@ def kernel_of(
         quantize: `(tensor like x, seed)` -> codes and bounds.
         nbytes: Bytes of codes and bounds.
     """
-    if x.is_cuda and choose(x) == "triton" and is_plain(x):
-        return triton_kernel_of(x, bits, group_size, stochastic, wide)
-    if x.dtype not in _READ or not is_plain_cpu(x):
+    chosen = choose(x)
+    if not is_plain(x) or x.dtype not in _READ.get(chosen, ()) or _copied(x, chosen, group_size):
         return None
     _check(bits, group_size, x.dtype)
-    name, kinds, rows = "mt_group_quantize", "pippiiiiii", ()
-    if _copied(x):
-        return None
-    if not x.is_contiguous():
-        name, kinds, rows = f"{name}_rows", f"{kinds}ii", (x.shape[1], x.stride(0))
-    n, kept, is_bf16 = x.numel(), _bounds_dtype(wide), int(x.dtype == _READ[1])
-    n_groups, width = (n + group_size - 1) // group_size, group_size * bits // 8
-    to_codes = cpu.function(name, kinds)
+    write, rows, kept = _writer(chosen), _rows(x), _bounds_dtype(wide)
+    n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
 
     # Torch reads sizes faster as arguments than in a tuple.
     def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
         bounds = x.new_empty(n_groups, 2, dtype=kept)
-        places = x.data_ptr(), is_bf16, codes.data_ptr(), bounds.data_ptr(), wide
-        to_codes(*places, n, bits, group_size, seed, stochastic, *rows, torch.get_num_threads())
+        write(x, codes, bounds, bits, group_size, seed, stochastic, *rows)
         return codes, bounds
 
     return quantize, n_groups * (width + 2 * kept.itemsize)
-
-
-def triton_kernel_of(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool
-) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], int] | None:
-    """Return `kernel_of` for Triton kernels: without dispatcher and checks."""
-    read = x.is_contiguous() or _in_rows(x, group_size)
-    if not read or x.dtype not in (*_READ, torch.float16):
-        return None
-    from memtrain.kernels.group import group_triton
-
-    _check(bits, group_size, x.dtype)
-    kept, place = _bounds_dtype(wide), (x.shape, x.stride())
-    n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
-
-    def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
-        x = x.as_strided(*place)  # `x` may have other dimensions
-        codes = x.new_empty(n_groups, width, dtype=torch.uint8)
-        bounds = x.new_empty(n_groups, 2, dtype=kept)
-        group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
-        return codes, bounds
-
-    return quantize, n_groups * (width + 2 * kept.itemsize)
-
-
-def _in_rows(x: Tensor, group_size: int) -> bool:
-    """Return whether `x` is a matrix of whole groups, perhaps with gaps between its rows."""
-    return x.dim() == 2 and x.stride(1) == 1 and x.shape[1] % group_size == 0
 
 
 def _quantize(
@@ -335,57 +268,78 @@ def _quantize(
         _check(bits, group_size, x.dtype)
         return quantize_reference(x, bits, group_size, seed, stochastic, wide)
     codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
-    if chosen == "triton":
-        from memtrain.kernels.group import group_triton
-
-        x = x.float() if x.dtype == torch.float64 else x
-        x = x if _in_rows(x, group_size) else x.contiguous()
-        group_triton.quantize(x, codes, bounds, bits, group_size, seed, stochastic)
-    else:
-        x = x.contiguous() if _copied(x) else x
-        x = x if x.dtype in _READ else x.float()
-        rows = (0, 0) if x.is_contiguous() else (x.shape[1], x.stride(0))
-        options = (int(wide), x.numel(), bits, group_size, seed, int(stochastic), *rows)
-        is_bf16 = int(x.dtype == torch.bfloat16)
-        cpu.call("mt_group_quantize_rows", x, is_bf16, codes, bounds, *options)
+    x = x if x.dtype in _READ[chosen] else x.float()
+    x = x.contiguous() if _copied(x, chosen, group_size) else x
+    _writer(chosen)(x, codes, bounds, bits, group_size, seed, stochastic, *_rows(x))
     return codes, bounds
 
 
+def _writer(chosen: str) -> Callable[..., None]:
+    """Return the kernel that writes the codes and bounds of a tensor that it reads in place."""
+    if chosen == "cpu":
+        return partial(_run_cpp, "mt_group_quantize")
+    from memtrain.kernels.group import group_triton
+
+    return group_triton.quantize
+
+
+def _rows(x: Tensor) -> tuple[int, int]:
+    """Return columns and stride of a matrix with gaps between its rows, else zeros."""
+    return (0, 0) if x.is_contiguous() else (x.shape[1], x.stride(0))
+
+
+def _run_cpp(name: str, x: Tensor, codes: Tensor, bounds: Tensor, *options: int) -> None:
+    """Call a C++ kernel; options: bits, group size, seed, stochastic, columns and stride."""
+    run, pack = cpu.packed(name, 13)
+    is_bf16, wide = x.dtype == torch.bfloat16, bounds.dtype == torch.float32
+    places = x.data_ptr(), is_bf16, x.numel(), codes.data_ptr(), bounds.data_ptr()
+    run(pack(*places, wide, *options, torch.get_num_threads()))
+
+
 def _empty_values(
-    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
+    codes: Tensor,
+    bounds: Tensor,
+    bits: int,
+    group_size: int,
+    shape: int | torch.Size,
+    dtype: torch.dtype,
 ) -> Tensor:
     _check(bits, group_size, dtype)
+    numel = shape if isinstance(shape, int) else shape.numel()
     _check_payload(codes, bounds, bits, group_size, numel)
-    return codes.new_empty(numel, dtype=dtype)
+    return codes.new_empty(shape, dtype=dtype)
 
 
 def _dequantize(
-    codes: Tensor, bounds: Tensor, bits: int, group_size: int, numel: int, dtype: torch.dtype
+    codes: Tensor,
+    bounds: Tensor,
+    bits: int,
+    group_size: int,
+    shape: int | torch.Size,
+    dtype: torch.dtype,
 ) -> Tensor:
-    chosen = choose(codes)
-    # float64 is cast from float32; the C++ kernel has no float16 either.
-    native = (torch.float32, torch.bfloat16) + ((torch.float16,) if chosen == "triton" else ())
-    computed = dtype if dtype in native else torch.float32
-    out = _empty_values(codes, bounds, bits, group_size, numel, dtype)
+    out, chosen = _empty_values(codes, bounds, bits, group_size, shape, dtype), choose(codes)
     if chosen == "reference":
-        return dequantize_reference(codes, bounds, bits, group_size, numel, dtype)
-    if computed != dtype:
-        out = codes.new_empty(numel, dtype=computed)
+        values = dequantize_reference(codes, bounds, bits, group_size, out.numel(), dtype)
+        return values.view(out.shape)
+    if dtype not in _READ[chosen]:
+        out = codes.new_empty(shape, dtype=torch.float32)
     codes, bounds = codes.contiguous(), bounds.contiguous()
     if chosen == "triton":
         from memtrain.kernels.group import group_triton
 
         group_triton.dequantize(codes, bounds, out, bits, group_size)
     else:
-        wide, is_bf16 = int(bounds.dtype == torch.float32), int(computed == torch.bfloat16)
-        sizes = (numel, bits, group_size)
-        cpu.call("mt_group_dequantize", codes, bounds, wide, out, is_bf16, *sizes)
+        _run_cpp("mt_group_dequantize", out, codes, bounds, bits, group_size, 0, 0, 0, 0)
     return out if out.dtype == dtype else _narrow(out, dtype)
 
 
-def _copied(x: Tensor) -> int:
-    """Return the bytes of the contiguous copy that the C++ kernel reads; 0 of a matrix of rows."""
-    return 0 if x.dim() == 2 and x.stride(1) == 1 else contiguous_nbytes(x)
+def _copied(x: Tensor, chosen: str, group_size: int) -> int:
+    """Return the bytes of the contiguous copy that a kernel reads; 0 of a matrix of rows."""
+    in_rows = x.dim() == 2 and x.stride(1) == 1
+    if chosen == "triton":  # rows must be whole groups
+        in_rows = in_rows and x.shape[1] % group_size == 0
+    return 0 if in_rows else contiguous_nbytes(x)
 
 
 def _widened(numel: int, dtype: torch.dtype) -> int:
@@ -399,7 +353,7 @@ def _held_on_cuda(x: Tensor, bits: int, group_size: int, *options: object) -> in
     if x.dtype == torch.float64:
         wide = torch.empty_like(x, dtype=torch.float32, device="meta")
         return wide.nbytes + _held_on_cuda(wide, bits, group_size)
-    return 0 if _in_rows(x, group_size) else contiguous_nbytes(x)
+    return _copied(x, "triton", group_size)
 
 
 _quantize_op = register(
@@ -407,7 +361,9 @@ _quantize_op = register(
     " -> (Tensor, Tensor)",
     _quantize,
     _empty,
-    inside=lambda x, *options: _copied(x) + (0 if x.dtype in _READ else 4 * x.numel()),
+    inside=lambda x, bits, group_size, *options: (
+        _copied(x, "cpu", group_size) + (0 if x.dtype in _READ["cpu"] else 4 * x.numel())
+    ),
     inside_cuda=_held_on_cuda,
 )
 _dequantize_op = register(

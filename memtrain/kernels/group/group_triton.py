@@ -236,18 +236,18 @@ def _quantize_tile(group_size, in_rows):
     return options | {"maxnreg": min(144, 65536 // (32 * options["num_warps"]))}
 
 
-def quantize(x, codes, bounds, bits, group_size, seed, stochastic):
-    """Quantise `x`, contiguous or a matrix whose rows are contiguous whole groups."""
+def quantize(x, codes, bounds, bits, group_size, seed, stochastic, columns=0, stride=0):
+    """Quantise `x` in memory order, or rows of whole groups, given their length and stride."""
     n_groups = codes.shape[0]
     if n_groups == 0:
         return
-    in_rows = not x.is_contiguous()
+    in_rows = columns > 0
     options = _quantize_tile(group_size, in_rows)
     each = options["GROUPS"] * (2 if stochastic else 1)
     # Without contraction the results equal the reference's bit for bit.
     launch(
         _quantize_kernel, (triton.cdiv(n_groups, each),), x, codes, bounds, x.numel(), n_groups,
-        x.shape[1] // group_size if in_rows else n_groups, x.stride(0) if in_rows else n_groups,
+        columns // group_size if in_rows else n_groups, stride if in_rows else n_groups,
         seed, BITS=bits, WIDTH=group_size // 8, STOCHASTIC=stochastic, ROWS=in_rows,
         enable_fp_fusion=False, **options,
     )  # fmt: skip

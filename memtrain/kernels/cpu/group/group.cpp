@@ -64,13 +64,13 @@ static Bounds load_bounds(const Quantizer& from, int64_t g) {
   return {from_bfloat(at[0]), from_bfloat(at[1])};
 }
 
-// A tensor of float or bf16, and its codes.
+// A tensor of float or bf16, and its codes; the order is that of `_run_cpp` in group.py.
 struct Job {
   void* x;
-  bool bf16;
-  int64_t n;
+  int64_t bf16, n;
   Quantizer codes;
   int64_t columns, stride;  // of rows with gaps between them; else 0
+  int64_t threads;
 };
 
 }  // namespace memtrain
@@ -113,9 +113,9 @@ static void dequantize_range(const Job& job, int64_t begin, int64_t end, Scratch
 }
 
 template <typename Range>
-static void over_groups(const Job& job, int64_t threads, const Range& range) {
+static void over_groups(const Job& job, const Range& range) {
   const int64_t size = job.codes.size, groups = (job.n + size - 1) / size;
-  parallel_for(groups, std::max<int64_t>(32768 / size, 1), threads,
+  parallel_for(groups, std::max<int64_t>(32768 / size, 1), job.threads,
                [&](int64_t begin, int64_t end) {
                  Scratch scratch(size);
                  range(job, begin, end, scratch);
@@ -124,28 +124,12 @@ static void over_groups(const Job& job, int64_t threads, const Range& range) {
 
 }  // namespace memtrain
 
-// The elements are those of a matrix of `columns` columns whose rows are `stride` elements long in memory.
-MT_EXPORT void mt_group_quantize_rows(void* x, int64_t bf16, uint8_t* codes, void* bounds,
-                                      int64_t wide, int64_t n, int64_t bits, int64_t group_size,
-                                      int64_t seed, int64_t stochastic, int64_t columns,
-                                      int64_t stride, int64_t threads) {
-  const memtrain::Job job{x, bf16 != 0, n, {codes, bounds, wide, bits, group_size, seed, stochastic},
-                          columns, stride};
-  memtrain::over_groups(job, threads, memtrain::quantize_range);
+MT_EXPORT void mt_group_quantize(const memtrain::Job* job) {
+  memtrain::over_groups(*job, memtrain::quantize_range);
 }
 
-MT_EXPORT void mt_group_quantize(void* x, int64_t bf16, uint8_t* codes, void* bounds, int64_t wide,
-                                 int64_t n, int64_t bits, int64_t group_size, int64_t seed,
-                                 int64_t stochastic, int64_t threads) {
-  mt_group_quantize_rows(x, bf16, codes, bounds, wide, n, bits, group_size, seed, stochastic, 0, 0,
-                         threads);
-}
-
-MT_EXPORT void mt_group_dequantize(uint8_t* codes, void* bounds, int64_t wide, void* out,
-                                   int64_t bf16, int64_t n, int64_t bits, int64_t group_size,
-                                   int64_t threads) {
-  const memtrain::Job job{out, bf16 != 0, n, {codes, bounds, wide, bits, group_size, 0, 0}, 0, 0};
-  memtrain::over_groups(job, threads, memtrain::dequantize_range);
+MT_EXPORT void mt_group_dequantize(const memtrain::Job* job) {
+  memtrain::over_groups(*job, memtrain::dequantize_range);
 }
 
 #else
