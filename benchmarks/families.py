@@ -122,7 +122,7 @@ def compare(case: Case, cfg: Any, seed: int = 0, *, predict: bool = True) -> Row
     batch = case.batch if isinstance(case.batch, dict) else case.batch[0]
     predicted = float("nan")
     if predict:
-        report = memtrain.audit(case.model, optimizer, batch, cfg)
+        report = memtrain.audit(case.model, batch, cfg, optimizer=optimizer)
         predicted = report.totals()["saved activations"].planned
     model, optimizer = memtrain.wrap(case.model, optimizer, cfg)
     held, found = step(case, own, seed)

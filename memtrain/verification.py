@@ -22,7 +22,7 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.call_arguments import call_arguments
+from memtrain.activations.trace.call_arguments import call_arguments, check_order
 from memtrain.api import plan_of
 from memtrain.compressors import Compressor, Keep
 from memtrain.plan.plan import Plan, activation_plan
@@ -190,7 +190,7 @@ def verify(
     Raises:
         ValueError: For fewer than two draws, a closure that leaves no gradient, or a config that
             is not valid.
-        TypeError: For a config of the wrong type.
+        TypeError: For arguments in another order, or a config of the wrong type.
 
     Warns:
         UserWarning: If a value is wrong or a gradient biased; if the plan's variance is above 10%
@@ -206,6 +206,7 @@ def verify(
         >>> found.ok, found.whole.cosine > 0.99, [site.name for site in found.sites]
         (True, True, ['1 / gelu / input', '2 / linear / input'])
     """
+    check_order(model, batch)
     plan = _plan(model, cfg)
     is_closure = callable(batch)
     closure = batch if is_closure else closure_of(model, batch)

@@ -97,11 +97,13 @@ def test_the_audit_counts_the_forward_of_two_byte_weights():
     x = torch.randn(32, 64)
     model = make()
     cfg = {"preset": "activations_only", "activations": {"rules": []}}
-    report = memtrain.audit(model, torch.optim.SGD(model.parameters()), x, {**cfg})
+    report = memtrain.audit(model, x, {**cfg}, optimizer=torch.optim.SGD(model.parameters()))
     low = memtrain.audit(
-        model, torch.optim.SGD(model.parameters()), x,
+        model,
+        x,
         {**cfg, "activations": {"rules": [{"compressor": "identity"}]}, "weights": "bf16+8"},
-    )  # fmt: skip
+        optimizer=torch.optim.SGD(model.parameters()),
+    )
     both = [next(row for row in r.rows if row.name.startswith("1 / gelu")) for r in (report, low)]
     assert (both[0].planned, both[1].planned) == (4 * 32 * 128, 2 * 32 * 128)
 

@@ -12,6 +12,7 @@ from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
+from memtrain.activations.trace.call_arguments import check_order
 from memtrain.activations.trace.fake_copies import caches_cleared
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.join import join
@@ -25,7 +26,7 @@ from memtrain.audit.peak.predict import (
     predict,
 )
 from memtrain.audit.peak.timeline import Timeline
-from memtrain.audit.peak.training_step import StepOptions, check_batch
+from memtrain.audit.peak.training_step import StepOptions, check_batch, default_optimizer
 from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.config.sizes import format_size
 from memtrain.optim.states.first_step import inner_optimizer
@@ -110,10 +111,8 @@ class Report:
 
     Example:
         >>> import torch
-        >>> from torch import nn
-        >>> from memtrain.audit.report import audit
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
-        >>> report = audit(model, torch.optim.AdamW(model.parameters()), torch.ones(32, 64))
+        >>> report = audit(model, torch.ones(32, 64))
         >>> {name: (total.plain, total.planned) for name, total in report.totals().items()}
         {'weights': (132352, 132352), 'gradients': (132352, 132352),
          'optimizer states': (264720, 22544), 'saved activations': (65536, 7424),
@@ -175,10 +174,10 @@ class Report:
 @caches_cleared()
 def audit(
     model: nn.Module,
-    optimizer: Optimizer,
     batch: Any,
     cfg: Any = None,
     *,
+    optimizer: Optimizer | None = None,
     peak: bool = False,
     measure: bool = False,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
@@ -195,10 +194,10 @@ def audit(
     Args:
         model: Real, on the meta device, or built under a `FakeTensorMode`; it is not changed.
             Compiled or not, whole or in parts.
-        optimizer: Its optimizer; not changed.
         batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
             arguments, real or fake.
         cfg: Anything that `memtrain.config.load` takes; `balanced` by default.
+        optimizer: By default `torch.optim.AdamW` of the parameters that are trained; not changed.
         peak: Also simulate a whole step, plain and planned, for the report's timelines
             (`memtrain.audit.peak.predict` says how).
         measure: Also run real steps, plain and planned, and put the model back
@@ -220,14 +219,15 @@ def audit(
     Example:
         >>> import torch
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
-        >>> report = audit(model, torch.optim.SGD(model.parameters()), torch.ones(32, 64))
+        >>> report = audit(model, torch.ones(32, 64), "balanced")
         >>> [(row.name, row.plain, row.planned) for row in report.largest(1, "activation")]
         [('1 / gelu / input', 32768, 3072)]
     """
+    check_order(model, batch)
     check_batch(batch)
     if next(model.parameters(), None) is None:
         raise ValueError(f"{type(model).__name__} has no parameters: nothing is trained")
-    optimizer = inner_optimizer(optimizer)
+    optimizer = default_optimizer(model) if optimizer is None else inner_optimizer(optimizer)
     called = model
     model = inside_compiled(called) or called
     plan = make_plan(model, optimizer, cfg)

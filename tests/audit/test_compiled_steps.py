@@ -130,7 +130,7 @@ def test_predicted_bytes_are_those_held_plain_and_planned(build, how):
     model, batch = build()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = compiled(model, how, BACKEND)
-    report = audit(run, optimizer, batch)
+    report = audit(run, batch, optimizer=optimizer)
     saved = report.totals()["saved activations"]
     assert not any(hasattr(module, "_memtrain") for module in model.modules())
     assert held(run, batch) == saved.plain
@@ -148,7 +148,7 @@ def test_graphs_that_inductor_compiles_hold_what_is_predicted():
     del batch["labels"]
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = torch.compile(model)
-    found = audit(run, optimizer, batch).totals()["saved activations"]
+    found = audit(run, batch, optimizer=optimizer).totals()["saved activations"]
     weights = [*model.parameters(), *model.buffers(), *batch.values()]
     for planned in (False, True):
         if planned:
@@ -162,7 +162,9 @@ def test_graphs_that_inductor_compiles_hold_what_is_predicted():
 def test_timelines_of_compiled_steps_hold_the_reports_bytes_and_name_modules():
     torch.manual_seed(0)
     model, batch = gpt2()
-    report = audit(torch.compile(model), torch.optim.AdamW(model.parameters()), batch, peak=True)
+    report = audit(
+        torch.compile(model), batch, optimizer=torch.optim.AdamW(model.parameters()), peak=True
+    )
     saved = report.totals()["saved activations"]
     constants = 64 * 8 + 4  # positions and a count: the graph's, there before the step
     logits = 2 * 64 * 500 * 4  # which the model returns, beside their codes
@@ -182,14 +184,14 @@ def test_what_cannot_be_reported_of_compiled_steps_is_refused():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     run = torch.compile(model, backend="eager")
     with pytest.raises(ValueError, match=r"backend 'eager'.*allowed: inductor, aot_eager"):
-        audit(run, optimizer, batch)
-    report = audit(run, optimizer, batch, peak=True, measure=True)
+        audit(run, batch, optimizer=optimizer)
+    report = audit(run, batch, optimizer=optimizer, peak=True, measure=True)
     assert "backend 'eager'" in report.unknown["activation"]
     assert report.timeline is None
     plain = measure(model, optimizer, batch).peak.nbytes
     assert report.measured.peak.nbytes == pytest.approx(plain, rel=0.03)
     run = torch.compile(model)
     with pytest.raises(ValueError, match=r"device 'cuda'.*allowed for a compiled model: cpu"):
-        audit(run, optimizer, batch, options=StepOptions(device="cuda"))
+        audit(run, batch, optimizer=optimizer, options=StepOptions(device="cuda"))
     with pytest.raises(ValueError, match=r"MLP is compiled.*before torch.compile"):
         fit(run, optimizer, batch, "1GiB")

@@ -17,9 +17,9 @@ from memtrain.audit.peak.predict import predict
 from memtrain.planner import make_plan
 
 INSPECTIONS = {
-    "audit": lambda m, o, x: memtrain.audit(m, o, x, "balanced", peak=True),
+    "audit": lambda m, o, x: memtrain.audit(m, x, "balanced", optimizer=o, peak=True),
     "estimate": lambda m, o, x: memtrain.estimate(m, x, "balanced", optimizer=o),
-    "largest": lambda m, o, x: memtrain.largest(m, o, x, "balanced", memory="1GiB", most=3),
+    "largest": lambda m, o, x: memtrain.largest(m, x, "balanced", "1GiB", optimizer=o, most=3),
     "predict": lambda m, o, x: predict(m, o, x, "all_four"),
     "measure": lambda m, o, x: measure(m, o, x, "balanced"),
     "plan": lambda m, o, x: make_plan(m, o, "all_four", batch=x),
@@ -229,4 +229,24 @@ def test_a_model_that_cannot_be_copied_is_named():
     model = nn.Linear(4, 4)
     model.source = (n for n in range(3))
     with pytest.raises(TypeError, match=r"Linear cannot be copied .*generator"):
-        memtrain.audit(model, torch.optim.SGD(model.parameters()), torch.ones(1, 4))
+        memtrain.audit(model, torch.ones(1, 4), optimizer=torch.optim.SGD(model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["audit", "estimate", "largest", "verify"])
+def test_arguments_in_another_order_are_refused(name):
+    model, x = nn.Linear(4, 4), torch.ones(1, 4)
+    optimizer = torch.optim.SGD(model.parameters())
+    inspect, more = getattr(memtrain, name), ["1GiB"] if name == "largest" else []
+    order = r"allowed: \(model, batch, cfg\) in this order, with a torch.nn.Module, its input"
+    with pytest.raises(TypeError, match=f"model is of type Tensor; {order}"):
+        inspect(x, model, "balanced", *more)
+    with pytest.raises(TypeError, match=f"batch is of type SGD; {order}"):
+        inspect(model, optimizer, x, *more)
+    with pytest.raises(TypeError, match=r"the batch is a str|cfg is a Tensor"):
+        inspect(model, "balanced", x, *more)
+    assert inspect(model, x, "balanced", *more)
+
+
+def test_a_memory_in_another_position_is_refused():
+    with pytest.raises(ValueError, match="memory='balanced' is not a size"):
+        memtrain.largest(nn.Linear(4, 4), torch.ones(1, 4), "1GiB", "balanced")

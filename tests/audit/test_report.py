@@ -95,7 +95,7 @@ CASES = [
 def test_saved_activations_are_those_of_a_real_forward(name, preset):
     model, batch = MODELS[name]()
     optimizer = torch.optim.AdamW(model.parameters())
-    total = audit(model, optimizer, batch, preset).totals()["saved activations"]
+    total = audit(model, batch, preset, optimizer=optimizer).totals()["saved activations"]
     assert total.plain == measured(model, batch)
     wrap(model, optimizer, preset)
     first, second = measured(model, batch), measured(model, batch)
@@ -111,7 +111,7 @@ def test_choices_of_max_pooling_are_reported_to_the_byte():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2, return_indices=False))
     batch = torch.randn(4, 3, 34, 34)
     optimizer = torch.optim.SGD(model.parameters())
-    total = audit(model, optimizer, batch, "balanced").totals()["saved activations"]
+    total = audit(model, batch, "balanced", optimizer=optimizer).totals()["saved activations"]
     assert total.plain == measured(model, batch)
     wrap(model, optimizer, "balanced")
     # Which of the four elements of a window was greatest: 2 bits.
@@ -155,7 +155,7 @@ def test_states_are_those_of_a_real_step(name, preset, dtype):
         model = odd_model().to(dtype)
         optimizer = OPTIMIZERS[name](model.parameters())
         if not wrapped:
-            total = audit(model, optimizer, batch, preset).totals()["optimizer states"]
+            total = audit(model, batch, preset, optimizer=optimizer).totals()["optimizer states"]
             assert not optimizer.state
         else:
             kept_whole = name == "rmsprop"
@@ -176,7 +176,7 @@ def test_states_of_a_running_optimizer_with_a_scheduler_are_read_and_left_alone(
     scheduler.step()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     moment = optimizer.state[model.long]["exp_avg"].clone()
-    total = audit(model, optimizer, torch.randn(4, 96)).totals()["optimizer states"]
+    total = audit(model, torch.randn(4, 96), optimizer=optimizer).totals()["optimizer states"]
     assert total.plain == storage_nbytes(state_tensors(optimizer))
     assert torch.equal(optimizer.state[model.long]["exp_avg"], moment)
     assert optimizer.state[model.long]["step"] == 1
@@ -196,18 +196,20 @@ def test_states_that_their_optimizer_compresses_are_reported_as_it_keeps_them(ma
     model, x = odd_model(), torch.randn(4, 96)
     model.long.requires_grad_(False)
     optimizer = make(list(model.parameters()))
-    first = audit(model, optimizer, x, ["optim=none"]).totals()["optimizer states"]
+    first = audit(model, x, ["optim=none"], optimizer=optimizer).totals()["optimizer states"]
     model(x).sum().backward()
     optimizer.step()
-    assert audit(model, optimizer, x, ["optim=none"]).totals()["optimizer states"] == first
+    assert (
+        audit(model, x, ["optim=none"], optimizer=optimizer).totals()["optimizer states"] == first
+    )
     assert first.plain == first.planned == optim.state_bytes(optimizer)
     with pytest.raises(TypeError, match="has compressed states already"):
-        audit(model, optimizer, x, "balanced")
+        audit(model, x, "balanced", optimizer=optimizer)
 
 
 def test_an_optimizer_that_is_unknown_is_reported_as_unknown():
     model = nn.Linear(64, 64)
-    report = audit(model, torch.optim.LBFGS(model.parameters()), torch.randn(2, 64))
+    report = audit(model, torch.randn(2, 64), optimizer=torch.optim.LBFGS(model.parameters()))
     assert "closure" in report.totals()["optimizer states"].unknown
     assert "closure" in report.totals()["total"].unknown
     assert report.totals()["optimizer states"].plain == 0
@@ -217,7 +219,7 @@ def test_an_optimizer_that_is_unknown_is_reported_as_unknown():
 @pytest.mark.parametrize("name", ["cnn", "gpt2-dropout", "llama"])
 def test_rows_sum_to_the_totals(name):
     model, batch = MODELS[name]()
-    report = audit(model, torch.optim.AdamW(model.parameters()), batch)
+    report = audit(model, batch)
     totals = report.totals()
     for side in ("plain", "planned"):
         parts = [getattr(totals[key], side) for key in totals if key != "total"]
@@ -231,7 +233,7 @@ def test_rows_sum_to_the_totals(name):
 
 def test_a_composite_is_one_row_under_the_name_that_the_plan_knows():
     model, batch = gpt2()
-    report = audit(model, torch.optim.AdamW(model.parameters()), batch)
+    report = audit(model, batch)
     rows = [row for row in report.rows if "h.0.mlp.act / " in row.name]
     assert [row.sites[0] for row in rows] == ["transformer.h.0.mlp.act / gelu_tanh / input"]
     assert any(site.startswith("transformer.h.0.mlp.act / pow") for site in rows[0].sites)
@@ -253,7 +255,7 @@ def measured_alone(module, elements):
 
 def test_relu_and_the_convolution_that_reads_it_are_one_row():
     model, batch = cnn()
-    report = audit(model, torch.optim.SGD(model.parameters()), batch)
+    report = audit(model, batch, optimizer=torch.optim.SGD(model.parameters()))
     (row,) = [row for row in report.rows if any("0.relu / relu" in site for site in row.sites)]
     assert any("1.conv / conv2d" in site for site in row.sites)
     elements = 4 * 16 * 16 * 16
@@ -288,7 +290,7 @@ def test_join_by_hand():
 
 def test_what_is_kept_has_its_reason_and_its_bytes():
     model = odd_model()
-    report = audit(model, torch.optim.AdamW(model.parameters()), torch.randn(4, 96))
+    report = audit(model, torch.randn(4, 96))
     kept = {(group.kind, group.reason): group for group in report.kept}
     small = kept["state", "of 4,096 elements or fewer"]
     biases = [model[0].bias, *model[1].parameters(), model[2].bias, model[3].bias]
@@ -309,14 +311,14 @@ def test_rules_that_matched_nothing_are_listed():
         "activations": {"exceptions": [{"module": "1", "op": "silu", "compressor": "keep"}]},
     }
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
-    report = audit(model, optimizer, torch.randn(32, 64), cfg)
+    report = audit(model, torch.randn(32, 64), cfg, optimizer=optimizer)
     assert "activations.exceptions.0: module=1 op=silu" in report.unmatched
     assert len(report.unmatched) == 1  # the preset's rules are for any model
 
 
 def test_largest_rows_are_sorted_and_ties_keep_the_order_of_the_forward():
     model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)))
-    report = audit(model, torch.optim.SGD(model.parameters()), torch.randn(32, 64))
+    report = audit(model, torch.randn(32, 64), optimizer=torch.optim.SGD(model.parameters()))
     gelus = [row.name for row in report.largest(50, "activation") if "gelu" in row.name]
     assert gelus == [f"{i}.1 / gelu / input" for i in range(4)]
     plain = [row.plain for row in report.largest(50)]
@@ -327,17 +329,17 @@ def test_largest_rows_are_sorted_and_ties_keep_the_order_of_the_forward():
 def test_labels_and_a_model_without_parameters():
     model, batch = gpt2()
     optimizer = torch.optim.AdamW(model.parameters())
-    assert audit(model, optimizer, batch).loss
-    without = audit(model, optimizer, {"input_ids": batch["input_ids"]})
+    assert audit(model, batch, optimizer=optimizer).loss
+    without = audit(model, {"input_ids": batch["input_ids"]}, optimizer=optimizer)
     assert not without.loss
     assert not any("cross_entropy" in row.name for row in without.rows)
     with pytest.raises(ValueError, match="no parameters"):
-        audit(nn.ReLU(), optimizer, torch.randn(4))
+        audit(nn.ReLU(), torch.randn(4), optimizer=optimizer)
 
 
 def test_a_plan_names_registered_compressors_only():
     model, batch = llama()
-    report = audit(model, torch.optim.AdamW(model.parameters()), batch)
+    report = audit(model, batch)
     names = {row.compressor.partition("(")[0] for row in report.rows} - {"", "payload", "derived"}
     assert names <= {cls.__name__ for cls in COMPRESSORS.values()}
 
@@ -347,7 +349,7 @@ def test_a_model_on_the_meta_device_is_reported_as_a_real_one():
         with torch.device(device):
             model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.GELU())
             x = torch.zeros(32, 64)
-        return audit(model, torch.optim.AdamW(model.parameters()), x, peak=True)
+        return audit(model, x, peak=True)
 
     real, meta = reported("cpu"), reported("meta")
     assert meta.rows == real.rows

@@ -88,7 +88,7 @@ def test_a_model_that_reads_its_data_is_measured(builder, capsys):
 
 
 def test_sizes_that_fit_are_those_of_the_search(builder, capsys, monkeypatch):
-    def search(model, optimizer, batch, cfg, *, memory, what, most, options):
+    def search(model, batch, cfg, memory, *, optimizer, what, most, options):
         return type("Found", (), {"size": 1234 if cfg is None else 5678})
 
     monkeypatch.setattr("memtrain.cli.report.budget.largest", search)
@@ -104,7 +104,7 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
     pytest.importorskip("transformers")
     asked = []
 
-    def search(model, optimizer, batch, cfg, *, memory, what, most, options):
+    def search(model, batch, cfg, memory, *, optimizer, what, most, options):
         asked.append((what, most, cfg is None))
         return type("Found", (), {"size": min(most, 5000)})
 

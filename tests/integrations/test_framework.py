@@ -172,7 +172,9 @@ def test_what_is_reported_of_a_prepared_optimizer_leaves_it_as_it_was():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.GELU()), torch.randn(32, 64)
     inner = torch.optim.AdamW(model.parameters())
     prepared, groups = Prepared(inner), [dict(group) for group in inner.param_groups]
-    reports = [memtrain.audit(model, optimizer, x, peak=True) for optimizer in (inner, prepared)]
+    reports = [
+        memtrain.audit(model, x, optimizer=optimizer, peak=True) for optimizer in (inner, prepared)
+    ]
     assert reports[0].totals() == reports[1].totals()
     assert [r.timeline.peak.nbytes for r in reports] == [reports[0].timeline.peak.nbytes] * 2
     plans = [make_plan(model, optimizer, "balanced") for optimizer in (inner, prepared)]

@@ -115,9 +115,9 @@ def test_audits_of_ddp_and_of_sharded_models(one_process):
     def of(report, kind):
         return sum(row.plain for row in report.rows if row.kind == kind)
 
-    alone = memtrain.audit(net, torch.optim.AdamW(net.parameters()), batch)
+    alone = memtrain.audit(net, batch)
     ddp = nn.parallel.DistributedDataParallel(net)
-    report = memtrain.audit(ddp, torch.optim.AdamW(ddp.parameters()), batch, measure=True)
+    report = memtrain.audit(ddp, batch, measure=True)
     assert of(report, "gradient") == 2 * nbytes  # and its buckets
     assert of(report, "activation") == of(alone, "activation")
     assert report.measured is not None
@@ -125,7 +125,7 @@ def test_audits_of_ddp_and_of_sharded_models(one_process):
     optimizer = torch.optim.AdamW(sharded.parameters())
     for measure in (False, True):
         with pytest.raises(ValueError, match="is sharded by fully_shard"):
-            memtrain.audit(sharded, optimizer, batch, measure=measure)
+            memtrain.audit(sharded, batch, optimizer=optimizer, measure=measure)
     with pytest.raises(ValueError, match="is sharded by fully_shard"):
         memtrain.wrap(sharded, optimizer, batch=batch)
     sharded(batch).sum().backward()  # nothing was changed

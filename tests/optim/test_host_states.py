@@ -418,8 +418,9 @@ def test_a_converted_model_is_refused(how):
 
 @pytest.mark.nightly
 def test_a_step_where_host_and_device_are_one_memory_is_predicted():
-    *step, numel = layers()
-    report = memtrain.audit(*step, config(*released(*ON_HOST)), peak=True, measure=True)
+    model, optimizer, batch, numel = layers()
+    cfg = config(*released(*ON_HOST))
+    report = memtrain.audit(model, batch, cfg, optimizer=optimizer, peak=True, measure=True)
     predicted, measured = report.planned_timeline.peak, report.planned_measured.peak
     assert predicted.parts["weights"] == measured.parts["weights"] == 5 * numel
     assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.03)

@@ -58,7 +58,7 @@ def test_the_audit_predicts_what_is_measured():
     x, cfg = torch.randn(256, 64), UNIFORM
     model = mlp()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    report = memtrain.audit(model, optimizer, x, cfg)
+    report = memtrain.audit(model, x, cfg, optimizer=optimizer)
     total = report.totals()["saved activations"]
     model, _ = memtrain.wrap(model, optimizer, cfg)
     assert total.planned == saved(model, x)
@@ -73,7 +73,7 @@ def test_a_resnet_keeps_a_quarter_of_its_saved_bytes():
     cfg = UNIFORM
     model = cifar(family="resnet18", width=0.25, channels=3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    total = memtrain.audit(model, optimizer, x, cfg).totals()["saved activations"]
+    total = memtrain.audit(model, x, cfg, optimizer=optimizer).totals()["saved activations"]
     model, _ = memtrain.wrap(model, optimizer, cfg)
     assert total.planned == saved(model, x)
     # but for the batch norms' statistics and the input, rounded besides the user's own

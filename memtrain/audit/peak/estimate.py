@@ -6,12 +6,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 
+from memtrain.activations.trace.call_arguments import check_order
 from memtrain.audit.peak.largest import resized
 from memtrain.audit.peak.predict import predict
 from memtrain.audit.peak.timeline import Moment, Timeline
-from memtrain.audit.peak.training_step import StepOptions
+from memtrain.audit.peak.training_step import StepOptions, default_optimizer
 from memtrain.config.sizes import format_size, parse_size
 
 _MASK = "attention_mask"
@@ -98,8 +99,8 @@ def estimate(
         >>> found.worst, found.fits("2MiB"), found.fits("5MiB")
         ((2, 100), False, True)
     """
-    if optimizer is None:
-        optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+    check_order(model, batch)
+    optimizer = default_optimizer(model) if optimizer is None else optimizer
     if lengths is None:
         if batch is None:
             raise ValueError("estimate needs a batch, or lengths")

@@ -11,10 +11,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from memtrain.activations.trace.call_arguments import check_order
 from memtrain.activations.trace.fake_copies import caches_cleared
 from memtrain.audit.peak.predict import predict
 from memtrain.audit.peak.timeline import Timeline
-from memtrain.audit.peak.training_step import StepOptions, check_batch
+from memtrain.audit.peak.training_step import StepOptions, check_batch, default_optimizer
 from memtrain.config.sizes import format_size, parse_size
 
 WHAT = ("batch", "seq")
@@ -48,11 +49,11 @@ class Largest:
 @caches_cleared()
 def largest(  # noqa: PLR0913 (each has a default that serves)
     model: nn.Module,
-    optimizer: Optimizer,
     batch: Any,
-    cfg: Any = None,
-    *,
+    cfg: Any,
     memory: str | int,
+    *,
+    optimizer: Optimizer | None = None,
     what: str = "batch",
     most: int = 2**20,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
@@ -64,11 +65,11 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
 
     Args:
         model: Real or fake; not changed.
-        optimizer: Its optimizer; not changed.
         batch: A batch of any size. Its dimensions of the size of its first tensor's first (`batch`:
             dimension 0 only) or second one (`seq`: every dimension but 0) grow.
         cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
         memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's (`Timeline.needed`).
+        optimizer: By default `torch.optim.AdamW` of the parameters that are trained; not changed.
         what: `batch` or `seq`.
         most: The largest size to try, such as a model's number of positions.
         options: Of the step.
@@ -84,11 +85,13 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
     Example:
         >>> model = nn.Linear(64, 64)
         >>> optimizer = torch.optim.SGD(model.parameters())
-        >>> found = largest(model, optimizer, torch.ones(1, 64), memory="1MiB")
+        >>> found = largest(model, torch.ones(1, 64), None, "1MiB", optimizer=optimizer)
         >>> found.size, found.peaks[found.size] <= 2**20 < found.peaks[found.size + 1]
         (1983, True)
     """
+    check_order(model, batch)
     memory = parse_size(memory, "memory")
+    optimizer = default_optimizer(model) if optimizer is None else optimizer
     _check(batch, memory, what, most)
     timelines: dict[int, Timeline] = {}
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, AdamW, Optimizer
 from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.call_arguments import call_arguments
@@ -51,6 +51,11 @@ class StepOptions:
     def autocasting(self, device: str) -> AbstractContextManager[Any]:
         """Enter the autocast of a forward."""
         return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
+
+
+def default_optimizer(model: nn.Module) -> Optimizer:
+    """Return `torch.optim.AdamW` of the parameters that are trained."""
+    return AdamW([p for p in model.parameters() if p.requires_grad])
 
 
 def run_step(

@@ -115,7 +115,7 @@ def largest_sizes(
         ValueError: For a batch of unknown size.
     """
     memory = parse_size(request.memory or 0, "memory")
-    model, _, batch = built
+    model, optimizer, batch = built
     sizes = {"batch": {"limit": _MOST}}
     if isinstance(batch, dict) and "input_ids" in batch:
         known = NAMED_MODELS.get(request.model)
@@ -125,8 +125,16 @@ def largest_sizes(
     for what, found in sizes.items():
         for side, cfg in (("plain", None), ("planned", config)):
             with working(f"searching the {words[what]} that fits, {LABELS[side]}"):
-                most = found["limit"]
-                sized = largest(*built, cfg, memory=memory, what=what, most=most, options=options)
+                sized = largest(
+                    model,
+                    batch,
+                    cfg,
+                    memory,
+                    optimizer=optimizer,
+                    what=what,
+                    most=found["limit"],
+                    options=options,
+                )
             found[side] = sized.size
     return sizes
 

@@ -146,10 +146,19 @@ def _device_type(step: StepOptions) -> str:
 def _audit(
     options: argparse.Namespace, built: Built, config: Config, step: StepOptions, working: Working
 ) -> Report:
-    make_plan(*built[:2], config)  # an error in a plan is not the model's
+    model, optimizer, batch = built
+    make_plan(model, optimizer, config)  # an error in a plan is not the model's
     try:
         with working("tracing the step, without and with the plan"):
-            return audit(*built, config, peak=options.peak, measure=options.measure, options=step)
+            return audit(
+                model,
+                batch,
+                config,
+                optimizer=optimizer,
+                peak=options.peak,
+                measure=options.measure,
+                options=step,
+            )
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
         raise UnpredictableError(budget.one_line(error)) from error

@@ -123,7 +123,7 @@ def test_only_the_inputs_are_kept():
 def test_the_audit_reports_it():
     model = make()
     cfg = config(["h.*"], KEEP)
-    report = memtrain.audit(model, torch.optim.AdamW(model.parameters()), X, cfg)
+    report = memtrain.audit(model, X, cfg)
     rows = {row.name: row for row in report.rows}
     inside = rows["h.0.act / gelu / input"]
     assert (inside.plain, inside.planned, inside.compressor) == (64 * 256 * 4, 0, "recompute")
@@ -348,7 +348,7 @@ def test_blocks_are_what_the_model_repeats():
 
 def test_a_model_without_blocks_is_compressed_and_the_plan_lists_what_matched_nothing():
     model, x = nn.Sequential(nn.Linear(64, 64), nn.ReLU()), torch.randn(32, 64)
-    report = memtrain.audit(model, torch.optim.AdamW(model.parameters()), x, "checkpointed")
+    report = memtrain.audit(model, x, "checkpointed")
     assert any("@blocks: the model repeats no module" in rule for rule in report.unmatched)
     model, optimizer = memtrain.wrap(
         model, torch.optim.AdamW(model.parameters()), "checkpointed", batch=x

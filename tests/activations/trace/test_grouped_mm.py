@@ -23,7 +23,7 @@ class Experts(nn.Module):
 def test_saved_tensors_and_peaks_are_predicted_as_they_are():
     model, x = nn.Sequential(nn.Linear(64, 64), Experts()), torch.randn(256, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    report = memtrain.audit(model, optimizer, x, "balanced", peak=True, measure=True)
+    report = memtrain.audit(model, x, "balanced", optimizer=optimizer, peak=True, measure=True)
     predicted = memtrain.make_plan(model, optimizer, "balanced", batch=x).entries("activation")
     model, optimizer = memtrain.wrap(model, optimizer, "balanced")
     model(x).backward()

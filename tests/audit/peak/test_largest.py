@@ -39,7 +39,7 @@ def peak_of(fixed, slope, bend, size):
 def test_the_largest_batch_by_hand():
     model = nn.Linear(64, 64)
     optimizer = torch.optim.SGD(model.parameters())
-    found = largest(model, optimizer, torch.ones(3, 64), memory=100_000)
+    found = largest(model, torch.ones(3, 64), None, 100_000, optimizer=optimizer)
     # 16,640 bytes of weights and 16,384 of one's gradient, the loss and its gradient; a sample
     # takes 256 of input and 256 of the output's gradient, which the weight's product copies
     fixed = 16_640 + 16_384 + 8
@@ -47,9 +47,9 @@ def test_the_largest_batch_by_hand():
     assert found.timeline.peak.nbytes == fixed + 512 * found.size
     assert found.peaks[found.size + 1] > 100_000
     assert len(found.peaks) <= 8
-    assert largest(model, optimizer, torch.ones(3, 64), memory=1000).size == 0
-    assert largest(model, optimizer, torch.ones(3, 64), memory=1000).timeline is None
-    assert largest(model, optimizer, torch.ones(3, 64), memory=100_000, most=7).size == 7
+    assert largest(model, torch.ones(3, 64), None, 1000, optimizer=optimizer).size == 0
+    assert largest(model, torch.ones(3, 64), None, 1000, optimizer=optimizer).timeline is None
+    assert largest(model, torch.ones(3, 64), None, 100_000, optimizer=optimizer, most=7).size == 7
 
 
 def test_resized_batches():
@@ -75,9 +75,9 @@ def test_resized_batches():
 )
 def test_largest_refuses(change, match):
     model = nn.Linear(64, 64)
-    given = {"batch": torch.ones(3, 64), "memory": 1000, **change}
+    arguments = {"batch": torch.ones(3, 64), "cfg": None, "memory": 1000, **change}
     with pytest.raises(ValueError, match=match):
-        largest(model, torch.optim.SGD(model.parameters()), **given)
+        largest(model, **arguments)
 
 
 def test_search_does_not_leap_where_the_peak_does_not_grow_yet():

@@ -369,7 +369,7 @@ def test_measuring_leaves_everything_as_it_was():
 
 def test_an_audit_has_timelines_where_they_are_asked_for():
     model, optimizer, batch = net_case()
-    report = audit(model, optimizer, batch, peak=True, measure=True)
+    report = audit(model, batch, optimizer=optimizer, peak=True, measure=True)
     assert report.timeline.peak.nbytes == report.measured.peak.nbytes
     assert report.planned_timeline.peak.nbytes == report.planned_measured.peak.nbytes
     assert report.planned_timeline.peak.nbytes < report.timeline.peak.nbytes
@@ -378,7 +378,7 @@ def test_an_audit_has_timelines_where_they_are_asked_for():
         parts = timeline.moments[-1].parts
         for name in ("weights", "gradients", "optimizer states"):
             assert parts[name] == getattr(totals[name], side)
-    plain = audit(model, optimizer, batch)
+    plain = audit(model, batch, optimizer=optimizer)
     assert plain.timeline is plain.planned_timeline is plain.measured is None
 
 

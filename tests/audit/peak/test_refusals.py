@@ -16,6 +16,10 @@ def mlp():
     return nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
 
 
+def audited(model, optimizer, batch):
+    return audit(model, batch, optimizer=optimizer)
+
+
 class Branching(nn.Linear):
     def forward(self, x):
         y = super().forward(x)
@@ -44,7 +48,7 @@ class Returning(nn.Linear):
 def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, match):
     model = kind(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
-    for run in (predict, audit):
+    for run in (predict, audited):
         with pytest.raises(ValueError, match=rf"{kind.__name__} .*{match}.*measure a real step"):
             run(model, optimizer, torch.ones(2, 8))
     assert measure(model, optimizer, torch.ones(2, 8), "balanced").peak.nbytes > 288
@@ -79,7 +83,7 @@ class Strict(nn.Module):
 def test_an_op_that_fails_on_fake_tensors_only_is_named_without_a_traceback(caplog):
     model, x = Strict(), torch.ones(8, 16)
     optimizer = torch.optim.SGD(model.parameters())
-    for run in (predict, audit):
+    for run in (predict, audited):
         with pytest.raises(
             ValueError, match=r"Strict runs memtrain_tests\.strict.*with data: measure"
         ):
@@ -113,7 +117,9 @@ def test_other_threads_log_what_they_do_on_fake_tensors_meanwhile_and_after(capl
 def test_a_measured_audit_reports_all_but_what_needs_fake_tensors():
     model = Branching(64, 64)
     optimizer = torch.optim.AdamW(model.parameters())
-    report = audit(model, optimizer, torch.ones(2, 64), "balanced", peak=True, measure=True)
+    report = audit(
+        model, torch.ones(2, 64), "balanced", optimizer=optimizer, peak=True, measure=True
+    )
     totals = report.totals()
     assert totals["weights"].plain == totals["gradients"].plain == 65 * 64 * 4
     assert totals["optimizer states"].plain == 2 * 65 * 64 * 4 + 8
@@ -124,7 +130,7 @@ def test_a_measured_audit_reports_all_but_what_needs_fake_tensors():
     assert report.measured.peak.nbytes > totals["total"].plain
     plain, batch = mlp(), torch.ones(2, 64)
     lbfgs = torch.optim.LBFGS(plain.parameters())
-    report = audit(plain, lbfgs, batch, "activations_only", peak=True, measure=True)
+    report = audit(plain, batch, "activations_only", optimizer=lbfgs, peak=True, measure=True)
     assert report.timeline is None
     assert report.measured is not None
 
@@ -157,7 +163,7 @@ def test_batches_without_tensors_and_outputs_without_gradients_are_refused():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
     for batch in ({"text": ["a", "b"]}, ["a"], 3):
-        for run in (predict, measure, audit):
+        for run in (predict, measure, audited):
             with pytest.raises(TypeError, match="allowed: a tensor, a tuple"):
                 run(model, optimizer, batch)
     frozen = nn.Linear(8, 8).requires_grad_(False)
