@@ -26,7 +26,7 @@ COLOURS = {
 _CHART = 720  # width in points
 _GIB = 2**30
 _COARSE = 100  # moments of a timeline
-_LABEL = "live bytes over a training step, plain beside planned"
+_LABEL = "live bytes over a training step: baseline and wrapped"
 _STYLE = """
 <style>
 text { fill: #1f2328; font-family: system-ui, sans-serif !important; }
@@ -55,7 +55,7 @@ def require_matplotlib(option: str) -> None:
 
 
 def step_svg(report: Report, settings: Mapping[str, Any]) -> str:
-    """Draw live bytes over a step, plain beside planned, as an SVG file for light and dark pages.
+    """Draw live bytes over a step, baseline and wrapped, as an SVG file for light and dark pages.
 
     Args:
         report: The audit; without timelines only the legend is drawn.
