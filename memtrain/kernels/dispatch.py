@@ -269,22 +269,31 @@ def register(
     return getattr(torch.ops.memtrain, name)
 
 
-def copies(x: Tensor, *native: torch.dtype) -> int:
-    """Bytes of the copies that a kernel of contiguous tensors of some dtypes makes of its input.
+def readable(x: Tensor, *native: torch.dtype) -> Tensor:
+    """Return `x` as a kernel of contiguous tensors of some dtypes reads it: itself, or a copy.
 
     Args:
         x: The input.
         *native: The dtypes that the kernel reads; another is cast to float32.
 
-    Returns:
-        Bytes: of a contiguous copy where `x` is not contiguous, and of a float32 one.
+    Example:
+        >>> readable(torch.ones(2, 4, dtype=torch.float16).t(), torch.float32).stride()
+        (2, 1)
+    """
+    if x.dtype in native:
+        return x.contiguous()
+    return x.to(torch.float32, memory_format=torch.contiguous_format)
+
+
+def copies(x: Tensor, *native: torch.dtype) -> int:
+    """Return the bytes of the copy that `readable` makes.
 
     Example:
         >>> x = torch.ones(2, 4, dtype=torch.float16)
-        >>> copies(x, torch.float32), copies(x.t(), torch.float32), copies(x, torch.float16)
-        (32, 48, 0)
+        >>> copies(x, torch.float32), copies(x.t(), torch.float16), copies(x, torch.float16)
+        (32, 16, 0)
     """
-    return contiguous_nbytes(x) + (0 if x.dtype in native else 4 * x.numel())
+    return contiguous_nbytes(x) if x.dtype in native else 4 * x.numel()
 
 
 def contiguous_nbytes(x: Tensor) -> int:

@@ -104,18 +104,19 @@ CASES = {
     ],
     "patch_quantize": lambda: [(x, 7, stochastic) for x in maps() for stochastic in (False, True)],
     "patch_dequantize": lambda: [(patch.patch_quantize(x), *x.shape[1:3], x.dtype) for x in maps()],
-    "codebook_quantize_blocks": lambda: [
-        (x, *book, 128, seed) for x in views() for book in BOOKS for seed in (None, 5)
+    "codebook_quantize": lambda: [
+        (x, *book, block_size, seed)
+        for x in views()
+        for book in BOOKS
+        for block_size in (128, None)
+        for seed in (None, 5)
     ],
-    "codebook_dequantize_blocks": lambda: [
+    "codebook_dequantize": lambda: [
         (codes, own, *book, x.numel())
         for x in views()
         for book in BOOKS
-        for codes, scale in [called("codebook_quantize_blocks", x, *book, 128)]
+        for codes, scale in [called("codebook_quantize", x, *book, 128, None)]
         for own in (scale, None)
-    ],
-    "codebook_quantize_scaled": lambda: [
-        (x, *book, seed) for x in views() for book in BOOKS for seed in (None, 5)
     ],
     "floats_round": lambda: [
         (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from memtrain.kernels import cpu
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.dispatch import choose, contiguous_nbytes, copies, register
+from memtrain.kernels.dispatch import choose, contiguous_nbytes, copies, readable, register
 from memtrain.kernels.packing import bits as bitpack
 from memtrain.kernels.random.philox import signed, uniform_blocks
 
@@ -66,7 +66,7 @@ def quantize_blocks(
     Reference:
         Section 2.2 (without signed scales: a negative largest element decodes to 0.8875 of it).
     """
-    return _quantize_blocks_op(x, *book, block_size, None if seed is None else signed(seed))
+    return _quantize_op(x, *book, block_size, None if seed is None else signed(seed))
 
 
 def dequantize_blocks(codes: Tensor, scale: Tensor | None, book: Codebook, *, numel: int) -> Tensor:
@@ -80,7 +80,7 @@ def dequantize_blocks(codes: Tensor, scale: Tensor | None, book: Codebook, *, nu
         >>> dequantize_blocks(codes, scale, book, numel=2)
         tensor([0.5000, 2.0000])
     """
-    return _dequantize_blocks_op(codes, scale, *book, numel)
+    return _dequantize_op(codes, scale, *book, numel)
 
 
 def quantize_scaled(x: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
@@ -105,7 +105,7 @@ def quantize_scaled(x: Tensor, book: Codebook, seed: int | None = None) -> Tenso
         >>> quantize_scaled(torch.tensor([1.0, 0.5]), Codebook("Linear", 8, False))[0, :2].tolist()
         [255, 127]
     """
-    return _quantize_scaled_op(x, *book, None if seed is None else signed(seed))
+    return _quantize_op(x, *book, None, None if seed is None else signed(seed))[0]
 
 
 def inverse(scale: Tensor) -> Tensor:
@@ -227,21 +227,6 @@ def quantize_scaled_reference(x: Tensor, book: Codebook, seed: int | None = None
     return bitpack.pack(encode(blocks, blocks.new_ones(1, 1), book, seed), book.bits)
 
 
-def _quantize(
-    x: Tensor, book: Codebook, seed: int | None, codes: Tensor, scale: Tensor | None
-) -> None:
-    """Write codes by a kernel, and the scales of blocks; without these, scales are 1."""
-    if choose(x) == "triton":
-        from memtrain.kernels.codebook import quantize_triton
-
-        quantize_triton.quantize(x, book, seed, codes, scale)
-        return
-    tables = inner_bounds(book, x.device, stochastic=seed is not None), book.values(x.device)
-    block, with_sign = codes.shape[1] * 8 // book.bits, book.signed
-    sizes = (x.numel(), block, book.bits, with_sign, int(seed is not None), seed or 0)
-    cpu.call("mt_codebook_quantize", x.float(), *tables, codes, scale, *sizes)
-
-
 @cache
 def inner_bounds(book: Codebook, device: torch.device, *, stochastic: bool) -> Tensor:
     """Return the table that kernels compare with, float32 [2**bits - 1].
@@ -255,45 +240,54 @@ def inner_bounds(book: Codebook, device: torch.device, *, stochastic: bool) -> T
     return torch.cat([values[1:-1], end]).to(device)  # one copy: other streams read it, too
 
 
-def _fits(x: Tensor, block_size: int) -> bool:
+def _backend(x: Tensor, block_size: int) -> str:
     chosen = choose(x)
-    return chosen == "cpu" or (chosen == "triton" and block_size <= MAX_TRITON_BLOCK)
+    too_long = chosen == "triton" and block_size > MAX_TRITON_BLOCK
+    return "reference" if too_long else chosen
 
 
-def _new_codes(x: Tensor, block_size: int, bits: int) -> Tensor:
-    n_blocks = (x.numel() + block_size - 1) // block_size
-    return x.new_empty(n_blocks, block_size * bits // 8, dtype=torch.uint8)
-
-
-def _quantize_blocks(
-    x: Tensor, name: str, bits: int, signed: bool, block_size: int, seed: int | None = None
+def _empty(
+    x: Tensor, name: str, bits: int, signed: bool, block_size: int | None, seed: int | None
 ) -> tuple[Tensor, Tensor]:
-    book = Codebook(name, bits, signed)
-    if not _fits(x, block_size):
+    block = SCALED_BLOCK if block_size is None else block_size
+    n_blocks = (x.numel() + block - 1) // block
+    codes = x.new_empty(n_blocks, block * bits // 8, dtype=torch.uint8)
+    return codes, x.new_empty(0 if block_size is None else n_blocks, dtype=torch.float32)
+
+
+def _quantize(
+    x: Tensor, name: str, bits: int, signed: bool, block_size: int | None, seed: int | None
+) -> tuple[Tensor, Tensor]:
+    """Return codes and the scales of blocks; without a block size no scales, which are 1."""
+    book, block = Codebook(name, bits, signed), SCALED_BLOCK if block_size is None else block_size
+    chosen = _backend(x, block)
+    if chosen == "reference" and block_size is not None:
         return quantize_blocks_reference(x, book, block_size, seed)
-    codes, scale = _empty_blocks(x, name, bits, signed, block_size, seed)
-    _quantize(x.contiguous(), book, seed, codes, scale)
+    codes, scale = _empty(x, *book, block_size, seed)
+    if chosen == "reference":
+        return quantize_scaled_reference(x, book, seed), scale
+    written = None if block_size is None else scale
+    if chosen == "triton":
+        from memtrain.kernels.codebook import quantize_triton
+
+        quantize_triton.quantize(x.contiguous(), book, seed, codes, written)
+        return codes, scale
+    tables = inner_bounds(book, x.device, stochastic=seed is not None), book.values(x.device)
+    sizes = (x.numel(), block, bits, signed, int(seed is not None), seed or 0)
+    cpu.call("mt_codebook_quantize", readable(x, torch.float32), *tables, codes, written, *sizes)
     return codes, scale
 
 
-def _quantize_scaled(x: Tensor, name: str, bits: int, signed: bool, seed: int | None) -> Tensor:
-    book = Codebook(name, bits, signed)
-    if not _fits(x, SCALED_BLOCK):
-        return quantize_scaled_reference(x, book, seed)
-    codes = _new_codes(x, SCALED_BLOCK, bits)
-    _quantize(x.contiguous(), book, seed, codes, None)
-    return codes
-
-
-def _dequantize_blocks(
+def _dequantize(
     codes: Tensor, scale: Tensor | None, name: str, bits: int, signed: bool, numel: int
 ) -> Tensor:
     book, block_size = Codebook(name, bits, signed), codes.shape[1] * 8 // bits
-    if not _fits(codes, block_size):
+    chosen = _backend(codes, block_size)
+    if chosen == "reference":
         return dequantize_blocks_reference(codes, scale, book, numel)
     out = codes.new_empty(numel, dtype=torch.float32)
     codes, scale = codes.contiguous(), None if scale is None else scale.contiguous()
-    if choose(codes) == "triton":
+    if chosen == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
         quantize_triton.dequantize(codes, book, out, scale)
@@ -303,31 +297,17 @@ def _dequantize_blocks(
     return out
 
 
-def _empty_blocks(
-    x: Tensor, name: str, bits: int, signed: bool, block_size: int, seed: int | None = None
-) -> tuple[Tensor, Tensor]:
-    codes = _new_codes(x, block_size, bits)
-    return codes, x.new_empty(codes.shape[0], dtype=torch.float32)
-
-
-_quantize_blocks_op = register(
-    "codebook_quantize_blocks(Tensor x, str name, int bits, bool signed, SymInt block_size, "
-    "int? seed=None) -> (Tensor, Tensor)",
-    _quantize_blocks,
-    _empty_blocks,
-    inside=lambda x, *options, **named: copies(x, torch.float32),
-    inside_cuda=lambda x, *options, **named: contiguous_nbytes(x),
-)
-_quantize_scaled_op = register(
-    "codebook_quantize_scaled(Tensor x, str name, int bits, bool signed, int? seed) -> Tensor",
-    _quantize_scaled,
-    lambda x, name, bits, signed, seed: _new_codes(x, SCALED_BLOCK, bits),
+_quantize_op = register(
+    "codebook_quantize(Tensor x, str name, int bits, bool signed, SymInt? block_size, int? seed)"
+    " -> (Tensor, Tensor)",
+    _quantize,
+    _empty,
     inside=lambda x, *options: copies(x, torch.float32),
     inside_cuda=lambda x, *options: contiguous_nbytes(x),
 )
-_dequantize_blocks_op = register(
-    "codebook_dequantize_blocks(Tensor codes, Tensor? scale, str name, int bits, bool signed, "
+_dequantize_op = register(
+    "codebook_dequantize(Tensor codes, Tensor? scale, str name, int bits, bool signed, "
     "SymInt numel) -> Tensor",
-    _dequantize_blocks,
+    _dequantize,
     lambda codes, scale, name, bits, signed, numel: codes.new_empty(numel, dtype=torch.float32),
 )

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, contiguous_nbytes, is_plain, register
+from memtrain.kernels.dispatch import choose, copies, is_plain, readable, register
 from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.random import philox
 
@@ -244,7 +244,7 @@ def kernel_of(
         nbytes: Bytes of codes and bounds.
     """
     chosen = choose(x)
-    if not is_plain(x) or x.dtype not in _READ.get(chosen, ()) or _copied(x, chosen, group_size):
+    if chosen == "reference" or not is_plain(x) or _copied(x, chosen, group_size):
         return None
     _check(bits, group_size, x.dtype)
     write, rows, kept = _writer(chosen), _rows(x), _bounds_dtype(wide)
@@ -268,8 +268,7 @@ def _quantize(
         _check(bits, group_size, x.dtype)
         return quantize_reference(x, bits, group_size, seed, stochastic, wide)
     codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
-    x = x if x.dtype in _READ[chosen] else x.float()
-    x = x.contiguous() if _copied(x, chosen, group_size) else x
+    x = readable(x, *_READ[chosen]) if _copied(x, chosen, group_size) else x
     _writer(chosen)(x, codes, bounds, bits, group_size, seed, stochastic, *_rows(x))
     return codes, bounds
 
@@ -335,11 +334,11 @@ def _dequantize(
 
 
 def _copied(x: Tensor, chosen: str, group_size: int) -> int:
-    """Return the bytes of the contiguous copy that a kernel reads; 0 of a matrix of rows."""
-    in_rows = x.dim() == 2 and x.stride(1) == 1
+    """Return the bytes of the copy that a kernel needs; none of a matrix with gaps between rows."""
+    in_rows = x.dim() == 2 and x.stride(1) == 1 and x.dtype in _READ[chosen]
     if chosen == "triton":  # rows must be whole groups
         in_rows = in_rows and x.shape[1] % group_size == 0
-    return 0 if in_rows else contiguous_nbytes(x)
+    return 0 if in_rows else copies(x, *_READ[chosen])
 
 
 def _widened(numel: int, dtype: torch.dtype) -> int:
@@ -348,23 +347,13 @@ def _widened(numel: int, dtype: torch.dtype) -> int:
     return 4 * numel * copied
 
 
-def _held_on_cuda(x: Tensor, bits: int, group_size: int, *options: object) -> int:
-    """Return the bytes of float64's float32 copy, and of a contiguous copy if needed."""
-    if x.dtype == torch.float64:
-        wide = torch.empty_like(x, dtype=torch.float32, device="meta")
-        return wide.nbytes + _held_on_cuda(wide, bits, group_size)
-    return _copied(x, "triton", group_size)
-
-
 _quantize_op = register(
     "group_quantize(Tensor x, int bits, int group_size, int seed, bool stochastic, bool wide)"
     " -> (Tensor, Tensor)",
     _quantize,
     _empty,
-    inside=lambda x, bits, group_size, *options: (
-        _copied(x, "cpu", group_size) + (0 if x.dtype in _READ["cpu"] else 4 * x.numel())
-    ),
-    inside_cuda=_held_on_cuda,
+    inside=lambda x, bits, group_size, *options: _copied(x, "cpu", group_size),
+    inside_cuda=lambda x, bits, group_size, *options: _copied(x, "triton", group_size),
 )
 _dequantize_op = register(
     "group_dequantize(Tensor codes, Tensor bounds, int bits, int group_size, int numel,"

@@ -1,13 +1,12 @@
 """4x4 patches at 2 bits per value between their own bounds: contract, reference, dispatch."""
 
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, is_plain, register
+from memtrain.kernels.dispatch import choose, copies, is_plain, readable, register
 from memtrain.kernels.group.group import bounds_of
 from memtrain.kernels.random import philox
 
@@ -191,13 +190,9 @@ def _quantize(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     words = _empty(x, seed, stochastic)
     if choose(x) != "triton":
         return quantize_reference(x, seed, stochastic)
-    if x.dtype in cpu.FLOAT_TYPES:
-        x = x.contiguous()
-    else:
-        x = x.to(torch.float32, memory_format=torch.contiguous_format)
     from memtrain.kernels.patch import patch_triton
 
-    patch_triton.quantize(x, words, seed, stochastic)
+    patch_triton.quantize(readable(x, *cpu.FLOAT_TYPES), words, seed, stochastic)
     return words
 
 
@@ -223,12 +218,6 @@ def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> T
     return out.to(dtype)
 
 
-def _copied(x: Tensor, *options: Any) -> int:
-    """Return the bytes of the contiguous copy with a dtype that the kernel reads."""
-    cast = x.dtype not in cpu.FLOAT_TYPES
-    return x.numel() * (4 if cast else x.element_size()) if cast or not x.is_contiguous() else 0
-
-
 def _in_torch(numel: int, *, back: bool) -> int:
     """Return the largest bytes of the reference's intermediates, on the CPU."""
     return int((17.5 if back else 35) * numel)
@@ -244,7 +233,7 @@ _quantize_op = register(
     _quantize,
     _empty,
     inside=lambda x, *options: _in_torch(x.numel(), back=False),
-    inside_cuda=_copied,
+    inside_cuda=lambda x, *options: copies(x, *cpu.FLOAT_TYPES),
 )
 _dequantize_op = register(
     "patch_dequantize(Tensor words, SymInt rows, SymInt columns, ScalarType dtype) -> Tensor",

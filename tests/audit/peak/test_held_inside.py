@@ -94,8 +94,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
     blocks = x.view(8, 64, 64, 8)
     for name, x, blocks in ((name, x, blocks), (f"turned {name}", x.t(), blocks.transpose(1, 2))):
         own(name, "group_quantize", x, *CODES)
-        own(name, "codebook_quantize_blocks", x, *BOOK, 128)
-        own(name, "codebook_quantize_scaled", x, *BOOK, None)
+        own(f"blocks of {name}", "codebook_quantize", x, *BOOK, 128, None)
+        own(name, "codebook_quantize", x, *BOOK, None, None)
         own(name, "derivative_encode", x, *PLAIN)
         own(name, "patch_quantize", blocks, 0, True)
         if dtype != torch.float64:
@@ -112,9 +112,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
         narrow = dtype == torch.bfloat16
         own(name, "norm_quantize", x, 512, torch.ones(512), None, 1e-5, True, narrow, *CODES)
 own("rows with gaps", "group_quantize", w(512, 1024)[:, :512], *CODES)
-codes, scale = M.codebook_quantize_blocks(w(N), *BOOK, 128)
-own("blocks", "codebook_dequantize_blocks", codes, scale, *BOOK, N)
-own("rank-1", "codebook_dequantize_blocks", codes, None, *BOOK, N)
+codes, scale = M.codebook_quantize(w(N), *BOOK, 128, None)
+own("blocks", "codebook_dequantize", codes, scale, *BOOK, N)
+own("rank-1", "codebook_dequantize", codes, None, *BOOK, N)
 
 found = {}
 for name, (func, args, *named) in cases.items():

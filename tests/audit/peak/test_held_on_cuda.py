@@ -51,8 +51,9 @@ for name, lay in LAYOUTS.items():
         own(case, "group_quantize", group, "_quantize", x, *CODES)
         rows = 4, 128, 0, True, False
         own(f"{case}, by rows", "group_quantize", group, "_quantize", x, *rows)
-        own(case, "codebook_quantize_blocks", quantize, "_quantize_blocks", x, *BOOK, 128)
-        own(case, "codebook_quantize_scaled", quantize, "_quantize_scaled", x, *BOOK, None)
+        for size in (128, None):
+            at = f"{case}, blocks of {size}"
+            own(at, "codebook_quantize", quantize, "_quantize", x, *BOOK, size, None)
         maps = x.unflatten(0, (2, 64)).unflatten(2, (64, 2))
         own(case, "patch_quantize", patch, "_quantize", maps, 0, True)
         if name != "gaps":
@@ -76,10 +77,10 @@ for dtype in (torch.float32, *HALVES):
         given = zeros(dtype), 512, weight, None, 1e-5, True, False, *CODES
         own(case, "norm_quantize", norm, "_norm", *given)
 own("codes", "unpack_codes", pack, "_unpack", torch.zeros(N // 2, dtype=torch.uint8), 4, N)
-codes, scale = quantize._quantize_blocks(zeros(), *BOOK, 128)
+codes, scale = quantize._quantize(zeros(), *BOOK, 128, None)
 for case, own_scale in (("blocks", scale), ("scaled", None)):
     given = codes, own_scale, *BOOK, N
-    own(case, "codebook_dequantize_blocks", quantize, "_dequantize_blocks", *given)
+    own(case, "codebook_dequantize", quantize, "_dequantize", *given)
 
 
 @pytest.fixture
