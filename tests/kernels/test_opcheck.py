@@ -135,19 +135,11 @@ CASES = {
         for x in views()
         for rest in ((TABLE, "plain", 0.5), (TABLE, "even", 0.0), (TABLE[:2], "band", 0.0))
     ],
-    "derivative_decode": lambda: [
-        (
-            called("derivative_encode", x.reshape(-1), TABLE, "plain", 0.0),
-            LEVELS,
-            x.numel(),
-            x.dtype,
-        )
+    "derivative_levels": lambda: [
+        (called("derivative_encode", x.reshape(-1), TABLE, "plain", 0.0), LEVELS, grad, *of_x)
         for x in views()
-    ],
-    "derivative_backward": lambda: [
-        (x, called("derivative_encode", x, TABLE, "plain", 0.0), LEVELS)
-        for x in views()
-        if x.is_contiguous()
+        for of_x in [(x.numel(), x.dtype)]
+        for grad in ((None, x) if x.is_contiguous() else (None,))
     ],
 }
 

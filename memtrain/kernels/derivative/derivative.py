@@ -86,8 +86,8 @@ def decode(
         tensor([0.2500, 0.5000])
     """
     bits_of(len(levels), 0)
-    run = _decode if is_plain(codes) else _decode_op
-    return run(codes, levels, n, dtype)
+    run = _levels if is_plain(codes) else _levels_op
+    return run(codes, levels, None, n, dtype)
 
 
 def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
@@ -117,8 +117,8 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
         return _decoder(tuple(levels), grad.dtype)(grad, codes, torch.empty_like(grad))
     check_dtype(grad.dtype)
     bits_of(len(levels), 0)
-    run = _backward if is_plain(grad) else _backward_op
-    return run(grad, codes, levels)
+    run = _levels if is_plain(grad) else _levels_op
+    return run(codes, levels, grad, grad.numel(), grad.dtype)
 
 
 def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
@@ -133,46 +133,33 @@ def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -
     return _encoder(tuple(boundaries), parity, shift, x.dtype)(x)
 
 
-def _decode(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
-    choice = choose(codes)
-    if choice == "reference":
-        return decode_reference(codes, levels, n, dtype)
-    return _to_levels(choice, None, codes, levels, codes.new_empty(n, dtype=dtype))
-
-
-def _backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    choice, out = choose(codes), torch.empty_like(grad)
-    if choice == "reference":
-        memory_order(out).copy_(backward_reference(memory_order(grad), codes, levels))
-        return out
-    return _to_levels(choice, grad, codes, levels, out)
-
-
-def _to_levels(
-    choice: str, grad: Tensor | None, codes: Tensor, levels: Sequence[float], out: Tensor
+def _levels(
+    codes: Tensor, levels: Sequence[float], grad: Tensor | None, n: int, dtype: torch.dtype
 ) -> Tensor:
-    """Write the levels, times `grad` if given, to `out`."""
-    if choice == "triton":
+    """Return the levels of n codes, times a gradient of that dtype if given."""
+    choice, out = choose(codes), _empty_levels(codes, levels, grad, n, dtype)
+    if choice == "reference":
+        memory_order(out).copy_(levels_reference(codes, levels, grad, n, dtype))
+    elif choice == "triton":
         from memtrain.kernels.derivative import derivative_triton
 
-        table = numbers(tuple(levels), wide(out.dtype))
-        return derivative_triton.backward(grad, codes, tuple(table.tolist()), out)
-    return _decoder(tuple(levels), out.dtype)(grad, codes, out)
+        table = numbers(tuple(levels), wide(dtype))
+        derivative_triton.backward(grad, codes, tuple(table.tolist()), out)
+    else:
+        _decoder(tuple(levels), dtype)(grad, codes, out)
+    return out
+
+
+def _empty_levels(
+    codes: Tensor, levels: Sequence[float], grad: Tensor | None, n: int, dtype: torch.dtype
+) -> Tensor:
+    return codes.new_empty((n,), dtype=dtype) if grad is None else torch.empty_like(grad)
 
 
 def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
     width = BLOCK_SIZE // 8 * code_bits(boundaries, parity)
     n_blocks = (x.numel() + BLOCK_SIZE - 1) // BLOCK_SIZE
     return torch.empty((n_blocks, width), dtype=torch.uint8, device=x.device)
-
-
-@cache  # the buffer must live as long as kernels use its address
-def _settings(
-    table: int, dtype: int, bits: int, parity: int = 0, shift: float = 0.0
-) -> ctypes.Array[ctypes.c_char]:
-    """Return `Settings` of derivative.cpp: a kernel's arguments besides the tensors."""
-    shift = ctypes.c_float(shift).value  # Inf beyond float32
-    return ctypes.create_string_buffer(struct.pack("4qf4x", table, dtype, bits, parity, shift))
 
 
 @cache
@@ -182,14 +169,15 @@ def _encoder(
     """Return the kernel that encodes contiguous tensors of one dtype."""
     check_side(dtype, boundaries, parity)
     bits, table = code_bits(boundaries, parity), numbers(boundaries).data_ptr()
-    made = _settings(table, DTYPES.index(dtype), bits, PARITIES.index(parity), shift)
-    settings, width = ctypes.addressof(made), BLOCK_SIZE // 8 * bits
-    kernel, pack = cpu.packed("mt_derivative_encode", 5)
+    (shift_bits,) = struct.unpack("i", ctypes.c_float(shift))  # Inf beyond float32
+    settings = table, DTYPES.index(dtype), bits, PARITIES.index(parity), shift_bits
+    width, (kernel, pack) = BLOCK_SIZE // 8 * bits, cpu.packed("mt_derivative_encode", 10)
 
     def run(x: Tensor) -> Tensor:
         n = x.numel()
         codes = x.new_empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, width, dtype=torch.uint8)
-        kernel(pack(settings, x.data_ptr(), codes.data_ptr(), n, torch.get_num_threads()))
+        places = x.data_ptr(), codes.data_ptr(), 0
+        kernel(pack(*settings, *places, n, torch.get_num_threads()))
         return codes
 
     return run
@@ -202,12 +190,12 @@ def _decoder(
     """Return the kernel that writes levels of one dtype, times a gradient if given."""
     check_dtype(dtype)
     bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype)).data_ptr()
-    settings = ctypes.addressof(_settings(table, DTYPES.index(dtype), bits))
-    kernel, pack = cpu.packed("mt_derivative_decode", 6)
+    settings = table, DTYPES.index(dtype), bits, 0, 0
+    kernel, pack = cpu.packed("mt_derivative_decode", 10)
 
     def run(grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
-        at, threads = 0 if grad is None else grad.data_ptr(), torch.get_num_threads()
-        kernel(pack(settings, at, codes.data_ptr(), out.data_ptr(), out.numel(), threads))
+        places = 0 if grad is None else grad.data_ptr(), codes.data_ptr(), out.data_ptr()
+        kernel(pack(*settings, *places, out.numel(), torch.get_num_threads()))
         return out
 
     return run
@@ -270,16 +258,13 @@ def encode_reference(x: Tensor, boundaries: Sequence[float], parity: str, shift:
     return bit_layout.pack(codes, code_bits(boundaries, parity))
 
 
-def decode_reference(codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype) -> Tensor:
-    """Return the level of each code."""
+def levels_reference(
+    codes: Tensor, levels: Sequence[float], grad: Tensor | None, n: int, dtype: torch.dtype
+) -> Tensor:
+    """Return the level of each code, times a gradient if given, in the order of the codes."""
     index = bit_layout.unpack(codes, bits_of(len(levels), 0)).view(-1)[:n]
-    return numbers(tuple(levels), wide(dtype)).to(codes.device)[index].to(dtype)
-
-
-def backward_reference(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
-    """Return `grad` times the level of each code."""
-    level = decode_reference(codes, levels, grad.numel(), wide(grad.dtype)).view_as(grad)
-    return (grad.to(level.dtype) * level).to(grad.dtype)
+    level = numbers(tuple(levels), wide(dtype)).to(codes.device)[index]
+    return (level if grad is None else memory_order(grad).to(level.dtype) * level).to(dtype)
 
 
 _encode_op = register(
@@ -287,13 +272,9 @@ _encode_op = register(
     _encode,
     lambda x, boundaries, parity, shift: _empty_codes(x, boundaries, parity),
 )
-_decode_op = register(
-    "derivative_decode(Tensor codes, float[] levels, SymInt n, ScalarType dtype) -> Tensor",
-    _decode,
-    lambda codes, levels, n, dtype: codes.new_empty((n,), dtype=dtype),
-)
-_backward_op = register(
-    "derivative_backward(Tensor grad, Tensor codes, float[] levels) -> Tensor",
-    _backward,
-    lambda grad, codes, levels: torch.empty_like(grad),
+_levels_op = register(
+    "derivative_levels(Tensor codes, float[] levels, Tensor? grad, SymInt n, ScalarType dtype)"
+    " -> Tensor",
+    _levels,
+    _empty_levels,
 )

@@ -104,8 +104,8 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16, torch.float64):
     x, name = w(512, 512).to(dtype), str(dtype)
     own(name, "group_dequantize", *group.group_quantize(x, 4, 256), 4, 256, N, dtype)
     codes = M.derivative_encode(x, *PLAIN)
-    own(name, "derivative_decode", codes, LEVELS, N, dtype)
-    own(name, "derivative_backward", x, codes, LEVELS)
+    own(name, "derivative_levels", codes, LEVELS, None, N, dtype)
+    own(f"gradients of {name}", "derivative_levels", codes, LEVELS, x, N, dtype)
     own(name, "patch_dequantize", patch.patch_quantize(w(8, 64, 64, 8)), 64, 64, dtype)
     if dtype != torch.float64:
         own(name, "floats_decode", FP8_FORWARD.encode(x), FORM, dtype)

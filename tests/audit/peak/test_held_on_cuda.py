@@ -69,8 +69,9 @@ for dtype in DTYPES:
     own(dtype, "group_dequantize", group, "_dequantize", *payload, 4, 256, N, dtype)
     own(dtype, "patch_dequantize", patch, "_dequantize", words, 128, 128, dtype)
     codes = derivative._encode(zeros(dtype), *PLAIN)
-    own(dtype, "derivative_decode", derivative, "_decode", codes, LEVELS, N, dtype)
-    own(dtype, "derivative_backward", derivative, "_backward", zeros(dtype), codes, LEVELS)
+    for grad in (None, zeros(dtype)):
+        case = f"{dtype}, {'a' if grad is not None else 'no'} gradient"
+        own(case, "derivative_levels", derivative, "_levels", codes, LEVELS, grad, N, dtype)
 for dtype in (torch.float32, *HALVES):
     for weight in (None, zeros(shape=512), zeros(dtype, 512)):
         case = f"{dtype}, {'no' if weight is None else weight.dtype} weight"

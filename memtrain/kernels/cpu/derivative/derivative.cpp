@@ -18,24 +18,12 @@ constexpr int64_t kGrain = 128;  // a thread's piece in blocks: some 10 us
 constexpr int64_t kFloat64 = 3;  // after the types of halves.h
 enum Parity : int64_t { kPlain, kEven, kBand };
 
-// What a pass takes besides its tensors.
-struct Settings {
+// Arguments of both kernels; the order is that of `_encoder` and `_decoder` in derivative.py.
+struct Derivative {
   const void* table;  // boundaries, or levels; levels of doubles are doubles
-  int64_t dtype, bits, parity;
-  float shift;
-};
-
-struct Forward {
-  const Settings* settings;
-  const void* x;
+  int64_t dtype, bits, parity, shift;  // shift: bits of a float
+  const void* in;  // the tensor, or its gradient: null where the levels themselves are wanted
   uint8_t* codes;
-  int64_t n, threads;
-};
-
-struct Backward {
-  const Settings* settings;
-  const void* grad;  // null: the levels themselves are wanted
-  const uint8_t* codes;
   void* out;
   int64_t n, threads;
 };
@@ -66,18 +54,18 @@ static void write_block(void* y, int64_t dtype, int64_t at, int64_t n, const flo
 
 #include "foreach_isa.h"
 
-// Codes of `x`.
-MT_EXPORT void mt_derivative_encode(const memtrain::Forward* call) {
-  const memtrain::Forward job = *call;
+// Codes of `in`.
+MT_EXPORT void mt_derivative_encode(const memtrain::Derivative* call) {
+  const memtrain::Derivative job = *call;
   memtrain::parallel_for((job.n + 255) / 256, memtrain::kGrain, job.threads,
                          [&job](int64_t begin, int64_t end) {
                            MT_DISPATCH(encode_range(job, begin, end));
                          });
 }
 
-// out = grad * level of each code; without `grad`, the levels.
-MT_EXPORT void mt_derivative_decode(const memtrain::Backward* call) {
-  const memtrain::Backward job = *call;
+// out = in * level of each code; without `in`, the levels.
+MT_EXPORT void mt_derivative_decode(const memtrain::Derivative* call) {
+  const memtrain::Derivative job = *call;
   memtrain::parallel_for((job.n + 255) / 256, memtrain::kGrain, job.threads,
                          [&job](int64_t begin, int64_t end) {
                            MT_DISPATCH(decode_range(job, begin, end));
@@ -119,35 +107,33 @@ struct Band {
 };
 
 template <int kBits, typename Codes>
-inline void encode_blocks(const Forward& job, int64_t begin, int64_t end) {
-  const Settings& s = *job.settings;
+inline void encode_blocks(const Derivative& s, int64_t begin, int64_t end) {
   const Codes codes_of(static_cast<const float*>(s.table));
-  const F shift = splat(s.shift);
+  const F shift = splat(float_of(static_cast<uint32_t>(s.shift)));
   const I kept = splat_int(s.parity == kEven ? 0x7FFFFFFF : -1);
   float room[kBlock];
   for (int64_t b = begin; b < end; ++b) {
-    const float* x = read_block(job.x, s.dtype, b * kBlock, job.n, room);
+    const float* x = read_block(s.in, s.dtype, b * kBlock, s.n, room);
     for (int at = 0; at < 32; at += 16) {
       I codes[8];
       MT_UNROLL(8)
       for (int k = 0; k < 8; ++k)
         codes[k] = codes_of.code_of((F)((I)(load(x + 32 * k + at) - shift) & kept));
-      store_codes<kBits>(job.codes + b * (32 * kBits) + at, codes, 32);
+      store_codes<kBits>(s.codes + b * (32 * kBits) + at, codes, 32);
     }
   }
 }
 
-inline void encode_range(const Forward& job, int64_t begin, int64_t end) {
-  const int64_t bits = job.settings->bits;
-  if (job.settings->parity == kBand) return encode_blocks<1, Band>(job, begin, end);
-#define MT_ENCODE(B) encode_blocks<B, Boundaries<B>>(job, begin, end)
+inline void encode_range(const Derivative& s, int64_t begin, int64_t end) {
+  const int64_t bits = s.bits;
+  if (s.parity == kBand) return encode_blocks<1, Band>(s, begin, end);
+#define MT_ENCODE(B) encode_blocks<B, Boundaries<B>>(s, begin, end)
   MT_BITS_SWITCH(MT_ENCODE)
 #undef MT_ENCODE
 }
 
 template <int kBits>
-inline void decode_blocks(const Backward& job, int64_t begin, int64_t end) {
-  const Settings& s = *job.settings;
+inline void decode_blocks(const Derivative& s, int64_t begin, int64_t end) {
   const float* levels = static_cast<const float*>(s.table);
   float all[16] = {}, room[kBlock], made[kBlock];
   if (kBits <= 4 && s.dtype != kFloat64) std::memcpy(all, levels, sizeof(float) << kBits);
@@ -158,20 +144,20 @@ inline void decode_blocks(const Backward& job, int64_t begin, int64_t end) {
     alignas(64) int32_t code[kBlock];
     I codes[2][8];
     for (int half = 0; half < 2; ++half)
-      load_codes<kBits>(job.codes + b * (32 * kBits) + 16 * half, codes[half], 32);
+      load_codes<kBits>(s.codes + b * (32 * kBits) + 16 * half, codes[half], 32);
     if (s.dtype == kFloat64) {
       for (int half = 0; half < 2; ++half)
         for (int k = 0; k < 8; ++k) store(code + 32 * k + 16 * half, codes[half][k]);
-      const double* grad = static_cast<const double*>(job.grad);
-      for (int64_t i = 0; i < kBlock && first + i < job.n; ++i) {
+      const double* grad = static_cast<const double*>(s.in);
+      for (int64_t i = 0; i < kBlock && first + i < s.n; ++i) {
         const double level = static_cast<const double*>(s.table)[code[i]];
-        static_cast<double*>(job.out)[first + i] = grad != nullptr ? grad[first + i] * level : level;
+        static_cast<double*>(s.out)[first + i] = grad != nullptr ? grad[first + i] * level : level;
       }
       continue;
     }
     const float* grad = room;
-    if (job.grad != nullptr) grad = read_block(job.grad, s.dtype, first, job.n, room);
-    float* out = place_block(job.out, s.dtype, first, job.n, made);
+    if (s.in != nullptr) grad = read_block(s.in, s.dtype, first, s.n, room);
+    float* out = place_block(s.out, s.dtype, first, s.n, made);
     for (int half = 0; half < 2; ++half)
       MT_UNROLL(8)
       for (int k = 0; k < 8; ++k) {
@@ -179,13 +165,13 @@ inline void decode_blocks(const Backward& job, int64_t begin, int64_t end) {
         const int at = 32 * k + 16 * half;
         store(out + at, load(grad + at) * level);
       }
-    write_block(job.out, s.dtype, first, job.n, out);
+    write_block(s.out, s.dtype, first, s.n, out);
   }
 }
 
-inline void decode_range(const Backward& job, int64_t begin, int64_t end) {
-  const int64_t bits = job.settings->bits;
-#define MT_DECODE(B) decode_blocks<B>(job, begin, end)
+inline void decode_range(const Derivative& s, int64_t begin, int64_t end) {
+  const int64_t bits = s.bits;
+#define MT_DECODE(B) decode_blocks<B>(s, begin, end)
   MT_BITS_SWITCH(MT_DECODE)
 #undef MT_DECODE
 }
