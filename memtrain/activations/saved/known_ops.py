@@ -19,17 +19,17 @@ from torch.utils.checkpoint import CheckpointFunction
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.attention import KERNELS, Kernel
 
-LINEAR = "the backward is linear in it, so that unbiased codes give an unbiased gradient"
-EXPONENT = "the gradient is exact for what is decompressed; rules give it 8 bits or more"
-RESULT = "the backward recomputes it and its log-sum-exp from the others; with dropout it is linear"
-LOGARITHM = "the backward takes exp() of it: 8 bits, cut where exp() is 0"
-PROBABILITIES = "the backward is quadratic in it: the bias is the variance of the codes"
-SHAPE = "the backward reads its shape only: no byte is kept"
+LINEAR = "the backward is linear in the tensor, so unbiased codes give an unbiased gradient"
+EXPONENT = "the gradient is exact for the decompressed tensor; rules use 8 bits or more"
+RESULT = "the backward recomputes the tensor; with dropout, the backward is linear in it"
+LOGARITHM = "the backward computes exp() of the tensor: 8 bits, clamped where exp() is 0"
+PROBABILITIES = "the backward is quadratic in the tensor: the bias is the variance of the codes"
+SHAPE = "the backward reads only the tensor's shape: no byte is kept"
 LOSSLESS = "a mask or indices: packed without loss"
-OWN_FORM = "memtrain's own form of the op saves codes in its place; torch's form keeps it"
+OWN_FORM = "in memtrain's form of the op, codes replace the tensor; torch's form keeps the tensor"
 DERIVATIVE = (
-    "memtrain's own form saves codes of the derivative; where a rule asks for codes of the tensor, "
-    "the derivative is taken there"
+    "in memtrain's form of the op, codes of the derivative replace the tensor; if a rule requests "
+    "codes of the tensor, the derivative is computed from them"
 )
 
 ATTENTION = "scaled_dot_product_attention"
