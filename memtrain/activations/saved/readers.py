@@ -23,7 +23,7 @@ class _Result:
         """Memory of other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
         self._geometry: Geometry = (x.shape, x.stride(), x.storage_offset())
-        self._dtype = x.dtype
+        self._kind = {"dtype": x.dtype, "device": x.device}  # a fake storage is on meta
         self._save: Callable[[bool], None] | None = save
 
     @property
@@ -61,7 +61,7 @@ class _Result:
             storages: Any = torch.UntypedStorage
             memory = storages._new_with_weak_ptr(self._storage.reference.cdata)
             if memory is not None:
-                x = torch.empty(0, dtype=self._dtype, device=memory.device)
+                x = torch.empty(0, **self._kind)
                 size, stride, offset = self._geometry
                 self._storage.keep(x.set_(memory, offset, size, stride))
 

@@ -93,3 +93,17 @@ def test_modules_of_transformers_are_predicted(name):
     given = model, torch.optim.SGD(model.parameters()), tokens, "balanced", options
     predicted, measured = predict(*given), measure(*given)
     assert predicted.peak.nbytes == pytest.approx(measured.peak.nbytes, rel=0.03)
+
+
+class LateReader(nn.Linear):
+    """A listed op reads the result of `exp`; then another op does, so that the result is kept."""
+
+    def forward(self, x):
+        y = super().forward(x).exp()
+        return (y * super().forward(x)).sum() + y.log1p().sum()
+
+
+def test_a_payload_that_a_later_op_undoes_is_predicted():
+    model = LateReader(64, 256)
+    given = model, torch.optim.SGD(model.parameters()), torch.randn(64, 64), "balanced"
+    assert predict(*given).peak.nbytes == measure(*given).peak.nbytes
