@@ -46,6 +46,8 @@ def _built_of(loaded: ctypes.CDLL) -> str:
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
     """Call `name` of the C++ library: tensors as pointers, integers as int64, floats as float.
 
+    Addresses may be given as integers, too.
+
     The number of threads (torch's own) is passed last, as an int64.
 
     Args:
@@ -63,23 +65,6 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
         function.argtypes = [*map(_c_type, arguments), ctypes.c_int64]
     values = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
     function(*values, torch.get_num_threads())
-
-
-@cache
-def function(name: str, kinds: str) -> Callable[..., None]:
-    """A function of the C++ library, to be given what `call` would make of its arguments.
-
-    Args:
-        name: An exported symbol of the library, which must be there.
-        kinds: `p` for each address, `i` for each integer; the number of threads comes last.
-
-    Returns:
-        The function; tensors whose addresses it is given must outlive the call.
-    """
-    found = getattr(library(), name)
-    types = {"p": ctypes.c_void_p, "i": ctypes.c_int64}
-    found.argtypes = [*map(types.__getitem__, kinds), ctypes.c_int64]
-    return found
 
 
 @cache

@@ -25,11 +25,9 @@ ROWS_AND_COLUMNS = ("rank1", "factored")
 BLOCKS = {4: 128, 8: 256}
 """Bits of a code -> elements of a block, which share a scale (rank-1: only a layout)."""
 CODEBOOKS8 = ("DE", "DE-0")
-"""Codebooks of 8 bits: those that `buckets` serves."""
+"""Codebooks of 8 bits: no bucket of `upper_buckets` has two of their bounds."""
 MANTISSA = {4: 4, 8: 7}
 """Bits of a code -> bits of a value's mantissa that select its bucket (`upper_buckets`)."""
-_LOWEST = 0x32800000 >> 16  # 2**-26, below every bound but 0's: the first bucket
-_BUCKETS = 26 * 128 + 2
 
 Payload = Mapping[str, Tensor]
 
@@ -153,35 +151,6 @@ def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
     values = book.values(cpu)
     found = torch.cat([values, book.midpoints(cpu), values.new_tensor([float("inf")])])
     return found.to(device)  # at once: other streams read it too
-
-
-@cache
-def buckets(codebook: str, signed: bool) -> Tensor:
-    """How many bounds of an 8-bit codebook lie below each bucket of float32 values.
-
-    A bucket holds the magnitudes that share sign, exponent and 7 bits of mantissa; from 2**-26 on
-    it holds at most one bound, so one compare with the next bound finds a value's code. Edges
-    are moved out by 2**-20: the bucket may be that of a rounded value.
-
-    Args:
-        codebook: `"DE"` or `"DE-0"`.
-        signed: Whether it has negative values.
-
-    Returns:
-        uint8, [2 * n + 4]: n buckets of positive values, n of negative ones, and 4 bytes that a
-        load of 32 bits may touch.
-
-    Example:
-        >>> buckets("DE", True).unique().numel() > 250
-        True
-    """
-    bounds = Codebook(codebook, 8, signed).midpoints(torch.device("cpu")).double()
-    bits = torch.arange(_LOWEST, _LOWEST + _BUCKETS + 1, dtype=torch.int32, device="cpu") << 16
-    edges = bits.view(torch.float32).double()
-    edges[0] = 0.0
-    above = torch.searchsorted(bounds, edges[:-1] * (1 - 2.0**-20))
-    below = torch.searchsorted(bounds, -edges[1:] * (1 + 2.0**-20))
-    return torch.cat([above, below, above.new_zeros(4)]).to(torch.uint8)
 
 
 @cache

@@ -18,9 +18,11 @@ from memtrain.kernels.step.step import (
     SCALARS,
     SCALARS_FIELD,
     SEED_FIELD,
+    SHAPE_FIELD,
     Entry,
     Sums,
-    cpu_table,
+    check_library,
+    table,
 )
 from memtrain.kernels.step.update_rules import COUNT, Scalars, stacked_rows
 
@@ -115,11 +117,16 @@ class CpuEntryGroup:
     reads_states = False
 
     def __init__(self, entries: Sequence[Entry]) -> None:
+        check_library()
         count = len(entries)
-        self._table, self._scalars = cpu_table(entries), np.empty((count, COUNT), np.float32)
+        self._table, self._scalars = table(entries), np.empty((count, COUNT), np.float32)
         at = self._scalars.ctypes.data + SCALARS * np.arange(count)
         self._table[:, SCALARS_FIELD] = at
-        self._run, self._given = cpu.function("mt_step", "pi"), (self._table.ctypes.data, count)
+        for row, entry in zip(self._table, entries, strict=True):
+            if entry.kind == "rank1":
+                shape = entry.param.shape
+                row[SHAPE_FIELD : SHAPE_FIELD + 1 + len(shape)] = len(shape), *shape
+        self._given = self._table.ctypes.data, count
         masters = [entry.master for entry in entries]
         drawn = [master.stochastic for master in masters]
         self._drawn = np.array(drawn) if any(drawn) else None
@@ -130,7 +137,7 @@ class CpuEntryGroup:
         if self._drawn is not None:
             self._table[self._drawn, SEED_FIELD] = np.array(inputs.seeds)[self._drawn]
         self._scalars[:] = stacked_rows(inputs.scalars)
-        self._run(*self._given, torch.get_num_threads())
+        cpu.call("mt_step", *self._given)
 
 
 class EntryGroup:

@@ -11,16 +11,17 @@ from torch import Tensor
 from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.device_guard import launch
 from memtrain.kernels.step import lloyd_max_triton, reduce_triton, step_triton, table_triton
-from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS, upper_buckets
+from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS
 from memtrain.kernels.step.groups import COLS, ROWS, EntryGroup, Inputs, elements, is_whole
 from memtrain.kernels.step.step import (
     FIELDS,
     GRADIENT_FIELD,
     SCALARS,
+    SCALARS_FIELD,
     SECOND,
     SEED_FIELD,
     Entry,
-    table_row,
+    table,
 )
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked_rows
 from memtrain.kernels.step.update_rules_triton import EXACT
@@ -64,8 +65,15 @@ class TritonEntryGroup(EntryGroup):
         self._own, self._rows = numbers[:own], numbers[own:].reshape(count, FIELDS)
         self._table = self._there[own:].view(count, FIELDS)
         self._scalars = self._there[:own].view(torch.float32).view(count, COUNT)
-        at = self._scalars.data_ptr()
-        self._rows[:] = [_row(entry, at + k * SCALARS) for k, entry in enumerate(entries)]
+        self._rows[:] = table(entries)
+        self._rows[:, SCALARS_FIELD] = self._scalars.data_ptr() + SCALARS * np.arange(count)
+        if self.kind == "rank1":
+            scales = self._rows[:, table_triton.SECOND_STATE.value + 1]
+            self._rows[:, VECTOR_FIELDS["row_old"]] = scales
+            # in two dimensions
+            self._rows[:, VECTOR_FIELDS["col_old"]] = (
+                scales + 4 * self._rows[:, table_triton.N_ROWS.value]
+            )
         self._offsets = self.offsets()
 
     def begin(self, inputs: Inputs) -> None:
@@ -144,21 +152,6 @@ def _update_options(first: Entry, constants: dict[str, Any]) -> dict[str, Any]:
     options |= {"STATES": len(first.codecs), "BITS": first.bits}
     narrow = first.param.itemsize < 4
     return options | kernels.update_options(first.bits, constants["SECOND"], whole, narrow)
-
-
-def _row(entry: Entry, scalars: int) -> list[int]:
-    """The row of the table of an entry, given the address of its scalars."""
-    row = table_row(entry, scalars, entry.master.fields())
-    row += [0] * (FIELDS - len(row))
-    if entry.kind == "rank1":
-        scale, shape = entry.states[1]["scale"].data_ptr(), entry.param.shape
-        row[VECTOR_FIELDS["row_old"]] = scale
-        row[VECTOR_FIELDS["col_old"]] = scale + 4 * shape[0]  # in two dimensions
-    places = (table_triton.FIRST.value, table_triton.SECOND_STATE.value)
-    for codec, place in zip(entry.codecs, places, strict=False):
-        if codec.kind in ("block", "rank1"):
-            row[place + 3] = upper_buckets(codec, entry.param.device).data_ptr()
-    return row
 
 
 @lru_cache(maxsize=256)

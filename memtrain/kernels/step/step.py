@@ -17,9 +17,9 @@ from memtrain.kernels.step.codecs import (
     ROWS_AND_COLUMNS,
     Codec,
     Payload,
-    buckets,
     codebook_and_bounds,
     ratio,
+    upper_buckets,
 )
 from memtrain.kernels.step.shard import Shard
 from memtrain.kernels.step.split import NO_MASTER, MasterWeight
@@ -29,6 +29,8 @@ SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the f
 FIELDS, _MAX_DIMS = 32, 8
 GRADIENT_FIELD, SCALARS_FIELD, SEED_FIELD = 1, 10, 22
 """Of a row of the kernels' table, what changes from step to step."""
+SHAPE_FIELD = 23
+"""Where C++ has the dimensions of a rank-1 state, and then their sizes."""
 
 Sums = dict[str, Tensor]
 """Results of the first pass: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
@@ -252,7 +254,7 @@ def _store_over_factors(
     return h.update_with_residual(p, m, stored, root)
 
 
-def _check_library() -> None:
+def check_library() -> None:
     """Raise where the C++ was built of other sources: it leaves rules that it lacks undone."""
     count = getattr(cpu.library(), "mt_step_rules", None)
     built = 0 if count is None else count()
@@ -263,47 +265,33 @@ def _check_library() -> None:
         )
 
 
-def cpu_table(entries: Sequence[Entry]) -> np.ndarray:
-    """The C++ kernels' table, but for the scalars: int64, [entries, FIELDS].
+def table(entries: Sequence[Entry]) -> np.ndarray:
+    """The kernels' table of addresses and sizes, but for the scalars: int64, [entries, FIELDS].
+
+    The first 23 fields of a row are those of struct Row in cpu/step/table.h.
 
     Args:
-        entries: With contiguous parameters and gradients, on the CPU.
+        entries: With contiguous parameters and gradients.
     """
-    _check_library()
     rows: array[int] = array("q")
     for entry in entries:
-        master = _NO_MASTER_FIELDS if entry.master is NO_MASTER else entry.master.fields()
-        shape = entry.param.shape if _kind(entry.codecs)[0] == "rank1" else ()
-        row = table_row(entry, 0, master)
-        rows.extend((*row, len(shape), *shape, *_ZEROS[len(shape) :]))
+        p, g, states = entry.param, entry.grad, entry.states
+        names, tables, kind = _row_traits(entry.rule, entry.codecs, p.shape, p.device)
+        rows.extend((p.data_ptr(), g.data_ptr()))
+        for state, (first, second, *others), known in zip(states, names, tables, strict=True):
+            scale = state[second].data_ptr() if second else 0
+            rows.extend((state[first].data_ptr(), scale, *known))
+            rows.extend([state[name].data_ptr() for name in others])
+        rows.extend(_ZEROS[: 4 * (2 - len(states)) + 1])
+        rows.extend((*kind, cpu.FLOAT_TYPES[p.dtype], cpu.FLOAT_TYPES[g.dtype]))
+        rows.extend(_NO_MASTER_FIELDS if entry.master is NO_MASTER else entry.master.fields())
+        rows.extend(_ZEROS)
     return np.frombuffer(rows, np.int64).reshape(-1, FIELDS)
-
-
-def table_row(entry: Entry, scalars: int, master: Sequence[int]) -> list[int]:
-    """The first 23 fields of a row of the kernels' table (struct Row of cpu/step/table.h).
-
-    Args:
-        entry: With a contiguous parameter and gradient.
-        scalars: Address of float32, [COUNT], on the entry's device.
-        master: `MasterWeight.fields`.
-
-    Returns:
-        Addresses and sizes.
-    """
-    p, g, states = entry.param, entry.grad, entry.states
-    names, tables, kind = _row_traits(entry.rule, entry.codecs, p.shape, p.device)
-    row = [p.data_ptr(), g.data_ptr()]
-    for state, (first, second, *others), known in zip(states, names, tables, strict=True):
-        row += (state[first].data_ptr(), state[second].data_ptr() if second else 0, *known)
-        for name in others:
-            row.append(state[name].data_ptr())
-    row += _ZEROS[: 4 * (2 - len(states))]
-    return [*row, scalars, *kind, cpu.FLOAT_TYPES[p.dtype], cpu.FLOAT_TYPES[g.dtype], *master]
 
 
 SCALARS = 4 * update_rules.COUNT
 """Bytes of a row of `update_rules.stacked_rows`."""
-_ZEROS = (0,) * _MAX_DIMS
+_ZEROS = (0,) * (FIELDS - 23)
 _NO_MASTER_FIELDS = NO_MASTER.fields()
 _Names = tuple[str, ...]
 
@@ -321,10 +309,8 @@ def _row_traits(
         if codec.kind == "lloyd_max":  # rows and columns take the place of tables
             tables.append(())
             continue
-        coded = codec.kind not in ("exact", "factored")
-        book = codebook_and_bounds(codec, device).data_ptr() if coded else 0
-        eight = coded and codec.bits == 8
-        tables.append((book, buckets(codec.codebook, codec.signed).data_ptr() if eight else 0))
+        coded = (codebook_and_bounds, upper_buckets) if codec.kind in ("block", "rank1") else ()
+        tables.append(tuple(find(codec, device).data_ptr() for find in coded) or (0, 0))
     matrix = (shape[0], shape[1:].numel()) if shape else (1, 1)
     bits = codecs[0].bits if codecs else 0
     kind = (list(RULES).index(rule), bits, SECOND.get(codecs[-1].kind if codecs else "", 0))

@@ -1,4 +1,4 @@
-"""The table that the Triton steps read, one row a tensor (`step.table_row`)."""
+"""The table that the Triton steps read, one row a tensor (`step.table`)."""
 
 import triton
 import triton.language as tl
@@ -8,7 +8,7 @@ from memtrain.kernels.step.update_rules import COUNT
 PLACES = tl.constexpr(COUNT)  # of the scalars of a step
 AS_FIRST, RANK1, FACTORED = (tl.constexpr(k) for k in range(3))  # SECOND, as `step.SECOND`
 
-# The fields of a table's row, int64 each (`step.table_row`); of a state the payload's two tensors,
+# The fields of a table's row, int64 each (`step.table`); of a state the payload's two tensors,
 # the codebook and what C++ reads.
 FIELDS = tl.constexpr(32)
 P, G, FIRST, SECOND_STATE, SCALARS, NUMEL, N_ROWS, N_COLS = (

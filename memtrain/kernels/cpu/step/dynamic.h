@@ -142,8 +142,6 @@ MT_INLINE void encode8(const Dynamic& d, const float* x, I sign, F scale, F inve
 
 #else
 
-constexpr int32_t kLowest = 0x3280, kBuckets = 26 * 128 + 2;  // see `buckets` in codecs.py
-
 struct Dynamic {
   const float* book;
   const uint8_t* buckets;
@@ -151,7 +149,7 @@ struct Dynamic {
 
 template <bool kSigned>
 inline Dynamic dynamic_of(const float* book, const uint8_t* buckets) {
-  return {book, buckets};
+  return {book, buckets + 0x8000};  // by signed upper halves: see `upper_buckets` in codecs.py
 }
 
 template <bool kSigned>
@@ -164,9 +162,7 @@ template <bool kSigned>
 MT_HELPER void encode8(const Dynamic& d, const float* from, I sign, F scale, F inverse, uint8_t* codes) {
   for (int i = 0; i < 64; i += 16) {
     const F x = flipped(load(from + i), sign);
-    const I bits = (I)(x * inverse), last = I{} + (kBuckets - 1);
-    const I bucket = imin(imax((magnitude((F)bits) >> 16) - kLowest, I{}), last);
-    const I base = look_up(d.buckets, ((bits < 0) & kBuckets) + bucket);
+    const I base = look_up(d.buckets, (I)(x * inverse) >> 16);
     narrow(codes + i, base - (x > look_up(d.book + 256, base) * scale));  // true is -1
   }
 }

@@ -16,7 +16,7 @@ struct State {
   const uint8_t* buckets;  // 2 bits: columns
 };
 
-// One row of the table that Python sends; the order is that of `table_row` in kernels/step/step.py.
+// One row of the table that Python sends; the order is that of `table` in kernels/step/step.py.
 struct Row {
   float* p;  // of p_type, g of g_type: as floats only where both are
   const float* g;
