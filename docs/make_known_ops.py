@@ -18,8 +18,10 @@ have no effect. Tensors of custom ops and of a user's `autograd.Function` are ne
 PyTorch's `tools/autograd/derivatives.yaml` lists the formula of each backward.
 
 "Products read it" is a condition: the tensor is compressed only if matrix products are the only
-readers of the op's result.
+readers of the op's result. They may also read casts of the result, and products and sums of the
+result and another tensor.
 
+- For `sigmoid` and `tanh`, convolutions, softmax and cross-entropy may also read the result.
 - For `exp`, multiplications may also read the result.
 - For squares (`h ** 2`, `h * h`), multiplications, and sums and means of eight or more elements,
   may also read the result.

@@ -216,7 +216,7 @@ def test_a_payload_of_another_tensor_is_named(monkeypatch):
     monkeypatch.setattr(Entry, "read", lambda *args: read(*args).flip(0))
     found = memtrain.verify(model, closure(model), "balanced", warn=False)
     assert found.faults
-    assert found.faults[0].startswith("2 / linear / input: a saved tensor came back with an error")
+    assert found.faults[0].startswith("4 / linear / input: a saved tensor came back with an error")
 
 
 def test_one_wrong_element_is_found(monkeypatch):
@@ -268,18 +268,18 @@ def test_the_first_steps_of_a_run_are_verified(monkeypatch):
     monkeypatch.setattr(Entry, "read", lambda *args: read(*args) * 2)
     closure(model)()  # the fourth is not
     model, _ = wrapped()
-    with pytest.raises(RuntimeError, match=r"activations\.verify: 2 / linear / input: a saved"):
+    with pytest.raises(RuntimeError, match=r"activations\.verify: 4 / linear / input: a saved"):
         closure(model)()
 
 
 def test_the_inputs_of_recomputed_modules_are_verified(monkeypatch):
-    inputs = {"recompute": ["2"], "recompute_inputs": {"name": "group", "bits": 8}}
+    inputs = {"recompute": ["4"], "recompute_inputs": {"name": "group", "bits": 8}}
     model, _ = wrapped(**inputs)
     closure(model)()
     read = Entry.read
     monkeypatch.setattr(Entry, "read", lambda *args: read(*args) * 2)
     model, _ = wrapped(**inputs)
-    with pytest.raises(RuntimeError, match=r"activations\.verify: 2 / recompute / input: a saved"):
+    with pytest.raises(RuntimeError, match=r"activations\.verify: 4 / recompute / input: a saved"):
         closure(model)()
 
 

@@ -41,6 +41,10 @@ _BIAS = (  # where noise would be bias, in an exponent, or in a weight that is c
     ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
 )
 _HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 5})
+_SATURATING = (
+    ActivationRule(op="sigmoid|tanh", compressor=_WIDE),
+    ActivationRule(op="@saturating", compressor=KEEP),
+)
 _SILU = ActivationRule(op="silu", compressor={**_NARROW, "bits": 5})
 _MOMENTUM = "exp_avg|momentum_buffer"
 
@@ -63,14 +67,13 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
         op="linear", tensor="input", compressor={**own.compressor, "whole_rows": True}
     )
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
-    saturating = ActivationRule(op="@saturating", compressor=KEEP)
     smooth = ActivationRule(op="@smooth", compressor={**_NARROW, "bits": widths[SMOOTH]})
     none = ActivationRule(op="@nonlinear", compressor=KEEP)
     rest = [*_BIAS, rows, own]
     return {
-        BALANCED: [saturating, _HARDSWISH, _SILU, codes, *rest],
-        CODES: [saturating, *_EXACT_CODES, codes, *rest],
-        GROUPS: [saturating, *_EXACT_CODES, smooth, codes, *rest],
+        BALANCED: [*_SATURATING, _HARDSWISH, _SILU, codes, *rest],
+        CODES: [*_SATURATING, *_EXACT_CODES, codes, *rest],
+        GROUPS: [*_SATURATING, *_EXACT_CODES, smooth, codes, *rest],
         ONLY_CODES: [*_EXACT_CODES, codes],
         ONLY_GROUPS: [*_EXACT_CODES, none, *rest],
     }[scheme]

@@ -243,8 +243,9 @@ class _Planning:
 
     def largest(self, plan: CandidatePlan, goal: Goal, size: int, what: str, most: int) -> int:
         """The largest batch, or the longest sequence, whose peak fits well under a plan."""
-        fits = partial(largest, *self.given, config_of(plan), memory=int(ROOM * size), what=what)
-        return fits(most=most, options=goal.options).size
+        (model, optimizer, batch), options = self.given, goal.options
+        fits = partial(largest, model, batch, config_of(plan), int(ROOM * size), what=what)
+        return fits(optimizer=optimizer, most=most, options=options).size
 
     def enough_error(self, goal: Goal, size: int) -> float | None:
         """A `max_error` of 1, 2, 4, ... with which a plan fits; None if more does not help."""

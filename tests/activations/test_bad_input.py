@@ -340,7 +340,7 @@ HOOKED = {
     "square": lambda x: torch.square(x) @ torch.eye(16),
     "softmax": lambda x: torch.softmax(x, -1) @ torch.eye(16),
     "matmul": lambda x: x @ x.t(),
-    "sigmoid": torch.sigmoid,
+    "sigmoid": lambda x: torch.sigmoid(x) @ torch.eye(16),
     "exp": lambda x: torch.exp(x) @ torch.eye(16),
 }
 # Functions of ours: a payload has no second derivative.

@@ -58,8 +58,8 @@ def test_presets_say_what_the_documentation_says():
 
 
 def test_a_field_of_a_rule_is_overridden_by_its_index():
-    config = load(["activations.rules.1.compressor.bits=2"])
-    assert config.activations.rules[1].compressor["bits"] == 2
+    config = load(["activations.rules.0.compressor.bits=2"])
+    assert config.activations.rules[0].compressor["bits"] == 2
 
 
 def test_a_compressor_that_is_named_replaces_the_presets():
@@ -72,8 +72,8 @@ def test_a_compressor_that_is_named_replaces_the_presets():
         assert load(cfg).activations.recompute_inputs == host
     fewer = load(["preset=checkpointed", "activations.recompute_inputs={bits: 4}"])
     assert fewer.activations.recompute_inputs == {"name": "group", "bits": 4}
-    cast = load(["activations.rules.0.compressor={name: cast}"])
-    assert cast.activations.rules[0].compressor == {"name": "cast"}
+    cast = load(["activations.rules.1.compressor={name: cast}"])
+    assert cast.activations.rules[1].compressor == {"name": "cast"}
 
 
 MISTAKES = {

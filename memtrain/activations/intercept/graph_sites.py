@@ -83,6 +83,8 @@ linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum grouped_mm __matmul__ 
 _READERS = {
     "softmax": frozenset(_PRODUCTS.split()),
     "exp": frozenset([*_PRODUCTS.split(), "mul", "multiply", "__mul__", "__rmul__"]),
+    "sigmoid": frozenset[str](),  # a gate is multiplied first, and what reads the product is open
+    "tanh": frozenset[str](),
 }
 _SAME_TEXT = """
 dropout where masked_fill to float half bfloat16 type type_as contiguous clone view reshape

@@ -54,6 +54,11 @@ PRODUCTS = node_classes(
 """Nodes of matrix products: the gradient of one factor does not grow if the other is small."""
 MULTIPLIES = node_classes("MulBackward0")
 SUMS = node_classes("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
+SOFTMAXES = node_classes("SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0")
+SATURATING_READERS = PRODUCTS | SOFTMAXES | node_classes("ConvolutionBackward0")
+"""Nodes that may read a compressed sigmoid or tanh, or its product or sum with something else: a
+gate, or a cap of scores. The gradient of a logarithm or a quotient is largest where the derivative
+is smallest, and the error of its codes counts most there."""
 SQUARE_READERS = PRODUCTS | MULTIPLIES | SUMS
 """Nodes that may read a square whose factor is compressed. The gradient of a root or a logarithm is
 largest where the square is smallest, which is where the error of its factor counts most."""
@@ -225,8 +230,6 @@ _NONLINEAR = (
     ("elu", "EluBackward0", "self"),
     ("softplus", "SoftplusBackward0", "self"),
     ("logsigmoid", "LogSigmoidBackward0", "self"),
-    ("sigmoid", "SigmoidBackward0", "result"),
-    ("tanh", "TanhBackward0", "result"),
     ("hardswish", "HardswishBackward0", "self"),
     ("hardsigmoid", "HardsigmoidBackward0", "self"),
     ("hardshrink", "HardshrinkBackward0", "self"),
@@ -236,6 +239,7 @@ _NONLINEAR = (
     ("clamp_min", "ClampMinBackward0", "self"),
     ("clamp_max", "ClampMaxBackward0", "self"),
 )
+_SATURATING = (("sigmoid", "SigmoidBackward0", "result"), ("tanh", "TanhBackward0", "result"))
 _NORMS = (
     ("layer_norm", "NativeLayerNormBackward0", "input"),
     ("group_norm", "NativeGroupNormBackward0", "input"),
@@ -340,8 +344,12 @@ TABLE: tuple[KnownOp, ...] = (
         for dims in (2, 3)
     ),
     *(
-        KnownOp(node, _own_form(name), (SavedBy(attribute, "input", reason),))
-        for reason, forms in ((DERIVATIVE, _NONLINEAR), (OWN_FORM, _NORMS))
+        KnownOp(node, _own_form(name), (SavedBy(attribute, "input", reason, readers=readers),))
+        for reason, forms, readers in (
+            (DERIVATIVE, _NONLINEAR, None),
+            (DERIVATIVE, _SATURATING, SATURATING_READERS),
+            (OWN_FORM, _NORMS, None),
+        )
         for name, node, attribute in forms
     ),
     KnownOp("WhereBackward0", "where", (SavedBy("condition", "input", LOSSLESS),)),
@@ -409,6 +417,14 @@ SAME_VALUES = (
     )
 )
 """Nodes whose output has elements of their input, times one number, or 0."""
+CARRIES = (
+    SAME_VALUES
+    | MULTIPLIES
+    | node_classes(
+        *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"),
+    )
+)
+"""Nodes whose output has the elements of an input, times or plus something else."""
 SENTINELS = node_classes(
     *("ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0"),
     *("LogSoftmaxBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),

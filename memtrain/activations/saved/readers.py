@@ -1,4 +1,4 @@
-"""Defer the compression of softmax and exp results until all ops that read them are known."""
+"""Defer the compression of a result until all ops that read the result are known."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.known_ops import MULTIPLIES, SAME_VALUES, VIEWS, sums_few
+from memtrain.activations.saved.known_ops import CARRIES, MULTIPLIES, VIEWS, sums_few
 from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
@@ -69,15 +69,16 @@ class _Result:
 class Readers:
     """Results that wait for the ops that read them, by the nodes of a forward.
 
-    A result is compressed when an op that allows it has read it and no copy of its elements (by a
-    dropout or a cast) is alive. If a later op reads the result
-    and is not listed, the result is kept after all. A later copy has the same effect, and so has a
-    result or copy that is alive when the forward ends.
+    Other tensors may have its elements: casts, products and sums with something else. The result is
+    compressed when an op that allows it has read it or one of them, and none of them is alive. If
+    a later op reads the result and is not listed, the result is kept after all. The same holds if
+    it, or one of them, is alive when the forward ends.
     """
 
     def __init__(self) -> None:
-        self.results: dict[int, _Result] = {}
-        """Results, by the numbers of the nodes that give them or a copy of their elements."""
+        self.results: dict[int, tuple[_Result, ...]] = {}
+        """Results, by the numbers of the nodes that give them or carry their elements."""
+        self._made: dict[int, _Result] = {}
         self._allowed: list[_Result] = []
 
     def add(
@@ -98,33 +99,34 @@ class Readers:
             save: Compresses the result, or keeps it.
         """
         number = node._sequence_nr()
-        if number in self.results:
-            self.results[number].add(save)
+        if number in self._made:
+            self._made[number].add(save)
         else:
-            self.results[number] = _Result(x, storage, readers, save)
+            found = self._made[number] = _Result(x, storage, readers, save)
+            self.results[number] = (*self.results.get(number, ()), found)
 
-    def visit(self, node: Any, *, copies: bool = False) -> None:
+    def visit(self, node: Any, *, carries: bool = False, bounded: bool = False) -> None:
         """See what a node reads.
 
         Args:
             node: Made after those that it reads.
-            copies: Whether its output has its input's elements, times one number, or 0.
+            carries: Whether its output has its input's elements, times one number, or 0.
+            bounded: Whether the gradient of what it reads is bounded, as cross-entropy's is.
         """
         kind = type(node)
+        carries = carries or kind in CARRIES
         for above, _ in node.next_functions:
-            found = None if above is None else self.results.get(above._sequence_nr())
-            if found is None:
-                continue
-            if kind in VIEWS or (
-                (copies or kind in SAME_VALUES or _scales(node)) and not found.is_saved
-            ):
-                self.results[node._sequence_nr()] = found
-            elif kind not in found.readers or sums_few(node):
-                found.save(compress=False)
-            elif found.has_copies:
-                self._allowed.append(found)
-            else:
-                found.save(compress=True)
+            for found in () if above is None else self.results.get(above._sequence_nr(), ()):
+                if bounded or (kind in found.readers and not sums_few(node) and not _scales(node)):
+                    if found.has_copies:
+                        self._allowed.append(found)
+                    else:
+                        found.save(compress=True)
+                elif kind in VIEWS or (carries and not found.is_saved):
+                    number = node._sequence_nr()
+                    self.results[number] = (*self.results.get(number, ()), found)
+                else:
+                    found.save(compress=False)
 
     def seen(self, results: Sequence[Any]) -> None:
         """End the visits of an op's nodes.
@@ -134,9 +136,10 @@ class Readers:
         """
         for x in results:
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                found, number = self.results.get(x.grad_fn._sequence_nr()), storage_id(x)
-                if found is not None and number >= 0 and number != found.number:
-                    found.copies.append(StorageWeakRef(x.untyped_storage()))
+                number = storage_id(x)
+                for found in self.results.get(x.grad_fn._sequence_nr(), ()):
+                    if number >= 0 and number != found.number:
+                        found.copies.append(StorageWeakRef(x.untyped_storage()))
         for found in self._allowed:
             if not found.has_copies:
                 found.save(compress=True)
@@ -149,14 +152,14 @@ class Readers:
         """
         for found in self._allowed:
             found.save(compress=not found.is_held)
-        for found in self.results.values():
+        for found in self._made.values():
             if not found.is_saved or found.is_held:
                 found.save(compress=False)
-        self.results, self._allowed = {}, []
+        self.results, self._made, self._allowed = {}, {}, []
 
     def keep_all(self) -> None:
         """Keep the results so far: ops that were not visited may have read them."""
-        for found in self.results.values():
+        for found in self._made.values():
             found.save(compress=False)
 
 

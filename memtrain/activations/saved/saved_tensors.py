@@ -479,8 +479,11 @@ class SavedTensors:
             node = node.next_functions[0][0] if node.next_functions else None
         if node is None or node._sequence_nr() < self._mark:  # of an earlier op
             return
-        for one in (node, *reversed(above)) if self.readers.results else ():
-            self.readers.visit(one, copies=one is not node or site.op == "dropout")
+        if self.readers.results:
+            carries, bounded = site.op == "dropout", site.op == "cross_entropy"
+            self.readers.visit(node, carries=carries, bounded=bounded)
+            for one in reversed(above):
+                self.readers.visit(one, carries=True)
         self.readers.seen((y,))
         self.is_lossy = self.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
         if self.derive_outputs and isinstance(result, Tensor):
