@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
+from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
@@ -26,7 +27,7 @@ _EXPOSING = (
 )
 EXPOSING = frozenset(_EXPOSING)
 """Functions that expose a tensor's memory: later writes may not increase its version."""
-_ADDRESS = callables("data_ptr")
+_ADDRESS = callables("data_ptr", "record_stream")
 _ATTENTIONS = callables("scaled_dot_product_attention")
 _BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 INSIDE = (
@@ -64,37 +65,29 @@ class OpMode(TorchFunctionMode):
             if saved is not None and func in EXPOSING:
                 saved.expose(args[0])
             return func(*args, **kwargs)
-        if saved is None:
-            return self._run(func, args, kwargs)
-        self._note(saved, func, args, kwargs)
-        hooks = top_hooks()
-        hooked = saved.under_hooks(hooks is not None)
-        checkpoint = getattr(hooks, "__module__", "") == torch.utils.checkpoint.__name__
-        if hooked and not checkpoint and saved.records is not None:
-            saved.records.note(Site(self.module, "*", "*"), FOREIGN_HOOKS)
-        if func in _BACKWARDS and saved.is_lossy:
-            warnings.warn(INSIDE, RuntimeWarning, stacklevel=4)
-        result = self._run(func, args, kwargs)
-        saved.collect(result, func, self.module, hooked=hooked or func in _BACKWARDS)
+        hooked = saved is not None and self._before(saved, func, args, kwargs)
+        if self.replacements is None:
+            result = func(*args, **kwargs)
+        else:
+            result = self.replacements.run(func, args, kwargs)
+        if saved is not None:
+            saved.collect(result, func, self.module, hooked=hooked)
         return result
 
-    def _run(self, func: Any, args: Sequence[Any], kwargs: Any) -> Any:
-        if self.replacements is None:
-            return func(*args, **kwargs)
-        return self.replacements.run(func, args, kwargs)
+    def _before(self, saved: SavedTensors, func: Any, args: Sequence[Any], kwargs: Any) -> bool:
+        """Note what the visit of a function's nodes needs to know of its call.
 
-    def _note(self, saved: SavedTensors, func: Any, args: Sequence[Any], kwargs: Any) -> None:
-        """Record calls that may write to their arguments without increasing the version."""
+        Returns:
+            Whether memtrain may not pack what the function saves.
+        """
+        hooks = top_hooks()
+        if hooks is not None or saved.hooked:
+            self._note_hooks(saved, hooks)
         saved.bool_mask, saved.attention = False, ""
+        saved.derived.arguments = (*args, *kwargs.values()) if kwargs else args
+        saved.derived.first = _get_sequence_nr()
         if func in _ATTENTIONS:
-            scale = kwargs.get("scale")
-            saved.attention = ATTENTION
-            if isinstance(scale, int | float) and scale >= 1:
-                query = args[0] if args else kwargs.get("query")
-                wide = isinstance(query, Tensor) and query.shape[-1] >= WIDE
-                saved.attention = WIDE_ATTENTION if wide else UNSCALED_ATTENTION
-            mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
-            saved.bool_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
+            _note_attention(saved, args, kwargs)
         elif func in EXPOSING:
             saved.expose(args[0])
         elif func in _ADDRESS:
@@ -105,6 +98,17 @@ class OpMode(TorchFunctionMode):
             for x in (*args, *kwargs.values()):
                 if isinstance(x, Tensor):
                     saved.wrote(x)
+            saved.derived.arguments = ()  # what such an op casts, it may also write
+        elif func in _BACKWARDS:
+            if saved.is_lossy:
+                warnings.warn(INSIDE, RuntimeWarning, stacklevel=5)
+            return True
+        return hooks is not None
+
+    def _note_hooks(self, saved: SavedTensors, hooks: Any) -> None:
+        checkpoint = getattr(hooks, "__module__", "") == torch.utils.checkpoint.__name__
+        if saved.under_hooks(hooks is not None) and not checkpoint and saved.records is not None:
+            saved.records.note(Site(self.module, "*", "*"), FOREIGN_HOOKS)
 
 
 def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: Any) -> list[Any]:
@@ -119,6 +123,17 @@ def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: A
         return [OpMode(replacements, saved)]
     modes: list[Any] = [OpMode(replacements, None), rounding]
     return modes if saved is None else [*modes, OpMode(None, saved)]
+
+
+def _note_attention(saved: SavedTensors, args: Sequence[Any], kwargs: Any) -> None:
+    scale = kwargs.get("scale")
+    saved.attention = ATTENTION
+    if isinstance(scale, int | float) and scale >= 1:
+        query = args[0] if args else kwargs.get("query")
+        wide = isinstance(query, Tensor) and query.shape[-1] >= WIDE
+        saved.attention = WIDE_ATTENTION if wide else UNSCALED_ATTENTION
+    mask = args[3] if len(args) > 3 else kwargs.get("attn_mask")
+    saved.bool_mask = isinstance(mask, Tensor) and mask.dtype == torch.bool
 
 
 def _library(op: OpOverload | OpOverloadPacket) -> str:

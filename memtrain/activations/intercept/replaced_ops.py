@@ -24,6 +24,7 @@ from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.origin import foreign, in_transform, storage_id
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Site
+from memtrain.activations.saved.store import is_unwritten, mark_unwritten
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.register import Registered
 from memtrain.optim.wrappers.wrapper import WeakRef
@@ -213,7 +214,10 @@ class Replacements:
         """Run memtrain's autograd Function for this call, which saves a payload."""
         site = Site(self.module, call.op, call.tensor)
         run, checks = partial(call.run, compressor, self.saved.key(site)), self.saved.checks
+        unwritten, version = is_unwritten(call.x), call.x._version
         y = run() if checks is None else checks.replaced(site, function, args, kwargs, run)
+        if unwritten and call.x._version == version:
+            mark_unwritten(call.x)  # the op's kernels read it by its address
         self.saved.replaced(site, call.x, y)
         return y
 

@@ -4,24 +4,31 @@ A norm's output is linear in the norm's own payload, so that it stays unbiased. 
 GELU, and with `derive_products` of products, are recomputed from the payloads that their node
 saves: products are unbiased, as the payloads are independent; SiLU and GELU are not linear, and
 their bias is the curvature times half the variance of the codes. An output is recomputed only if
-nothing can have written to it since: views and casts alone lie between its node and the saved
-tensor, the version is what it was, and the memory was never exposed.
+nothing has written to it: views and casts alone lie between its node and the saved tensor, and the
+storage still has the mark that `mark_unwritten` gave it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses import FakeTensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
 from memtrain.activations.saved.function_payloads import decompress, saved_payloads
 from memtrain.activations.saved.known_ops import CASTS, MULTIPLIES, VIEWS, node_classes
 from memtrain.activations.saved.node_tensors import flows_into
 from memtrain.activations.saved.origin import foreign, storage_id
-from memtrain.activations.saved.store import Store, check_version, without_elements
+from memtrain.activations.saved.store import (
+    Store,
+    check_version,
+    is_unwritten,
+    mark_unwritten,
+    without_elements,
+)
 
 _STEPS = 6
 
@@ -55,6 +62,7 @@ class _Output(NamedTuple):
     storage: int
     memory: Memory
     dtype: torch.dtype
+    source: Any  # the node whose output it is, or is a cast of
 
 
 class Derived:
@@ -101,7 +109,7 @@ class DerivedOutputs:
     Numbers of nodes do not identify them: each thread counts its own.
 
     Args:
-        store: Knows whose memory was exposed.
+        store: Of the forward.
     """
 
     def __init__(self, store: Store) -> None:
@@ -110,6 +118,18 @@ class DerivedOutputs:
         self._contents: dict[Any, Callable[[], Tensor]] = {}
         self._nbytes: dict[Any, int] = {}  # that the first use of a content adds
         self.parts: dict[Any, tuple[str, dict[str, Any]]] = {}
+        self.arguments: Sequence[Any] = ()
+        """Of the torch function that runs now, which may cast outputs."""
+        self.first = 0
+        """The number of the function's first node."""
+
+    def end(self) -> None:
+        """Remove the marks: `Tensor.record_stream` does nothing for a storage that has one."""
+        for output in self._outputs.values():
+            storage = self._store.get(output.storage)
+            memory = None if storage is None else storage.memory()
+            if memory is not None and type(output.counter) is not FakeTensor:
+                memory.data_ptr()
 
     def add(self, y: Tensor, op: str) -> None:
         """Note the output of an op that has just run, if its node can recompute it.
@@ -123,7 +143,7 @@ class DerivedOutputs:
             return
         layout, memory = memory_of(y)
         if memory is not None and node.payloads[0][-1] == layout:
-            self._note(y, op, memory, frozenset({node._sequence_nr()}))
+            self._note(y, op, memory, frozenset({node._sequence_nr()}), node)
 
     def part(self, node: Any, attribute: str, handle: Any, op: str) -> None:
         """Note what takes the place of a saved tensor of a node in `FORMULAS`.
@@ -139,6 +159,10 @@ class DerivedOutputs:
     def add_computed(self, y: Any) -> None:
         """Note the output of an op whose saved tensors have just been visited."""
         node: Any = y.grad_fn if isinstance(y, Tensor) else None
+        if type(node) in CASTS and self._outputs:
+            output, was_cast = self._output_of(y)
+            if was_cast and self._is_cast(y, output):
+                self._note(y, output.op, output.memory, output.nodes, output.source)
         op, parts = self.parts.pop(node, ("", {}))
         if not parts or foreign(y):
             return
@@ -149,7 +173,7 @@ class DerivedOutputs:
         handles = [parts[name] for name in names]
         self._contents[node] = partial(_compute, formula(node), handles, layout)
         nodes = [handle.nodes for handle in handles if isinstance(handle, Derived)]
-        self._note(y, op, memory, frozenset({node._sequence_nr()}.union(*nodes)))
+        self._note(y, op, memory, frozenset({node._sequence_nr()}.union(*nodes)), node)
 
     def add_dropped(self, y: Tensor, x: Tensor) -> None:
         """Note the output of memtrain's dropout, if its input can be recomputed.
@@ -167,14 +191,15 @@ class DerivedOutputs:
         compute = partial(node.mask, node.saved_tensors[0])
         self._contents[node] = partial(_compute, compute, [source], layout)
         self._nbytes[node] = source.nbytes
-        self._note(y, "dropout", memory, source.nodes)
+        self._note(y, "dropout", memory, source.nodes, node)
 
-    def _note(self, y: Any, op: str, memory: Memory, nodes: frozenset[int]) -> None:
+    def _note(self, y: Any, op: str, memory: Memory, nodes: frozenset[int], source: Any) -> None:
         number = storage_id(y)
         self._store.of(y, number)  # so that no other storage takes its number
-        self._outputs[y.grad_fn] = _Output(
-            nodes, op, without_elements(y), y._version, number, memory, y.dtype
-        )
+        if mark_unwritten(y):
+            self._outputs[y.grad_fn] = _Output(
+                nodes, op, without_elements(y), y._version, number, memory, y.dtype, source
+            )
 
     def find(self, x: Tensor, node: Any) -> Derived | None:
         """Return what takes the place of a saved tensor, if it is a known output, untouched.
@@ -185,37 +210,52 @@ class DerivedOutputs:
         """
         if not self._outputs or x.grad_fn is None:
             return None
-        source, was_cast = self._source_of(x.grad_fn)
-        output = self._outputs.get(source)
-        if output is None or output.counter._version != output.version:
+        output, was_cast = self._output_of(x)
+        if output is None or flows_into(node, x.grad_fn, output.nodes):
             return None
-        if flows_into(node, x.grad_fn, output.nodes):
+        own = self._store.get(output.storage)
+        if own is None or own.epoch:  # fake tensors have no marks
             return None
-        layout, memory = memory_of(x)
-        number = storage_id(x)
-        storage, own = self._store.get(number), self._store.get(output.storage)
-        if own is None or own.epoch or own.is_kept or (storage is not None and storage.epoch):
+        if not (self._is_cast(x, output) if was_cast else _is_view(x, output)):
             return None
-        if was_cast:
-            whole = memory == (0, output.memory[1]) and output.memory[0] == 0
-            if not whole or x._version or x.dtype == output.dtype:
-                return None
-        elif number != output.storage or memory != output.memory or x.dtype != output.dtype:
-            return None
+        layout, source = memory_of(x)[0], output.source
         content = self._content(source)
         return Derived(x, layout, content, self._nbytes.pop(source, 0), output)
 
-    def _source_of(self, node: Any) -> tuple[Any, bool]:
-        """The node whose output a node views or casts, or None, and whether it is a cast."""
+    def _output_of(self, x: Tensor) -> tuple[Any, bool]:
+        """The known output that a tensor views or casts, or None, and whether it is a cast."""
+        node: Any = x.grad_fn
         was_cast = False
         for _ in range(_STEPS):
-            if node is None or node in self._outputs:
-                return node, was_cast
-            if type(node) not in CASTS | VIEWS:
+            output = self._outputs.get(node)
+            if output is not None:
+                return output, was_cast
+            if type(node) not in VIEWS and (was_cast or type(node) not in CASTS):
                 break
             was_cast |= type(node) in CASTS
             node = node.next_functions[0][0]
         return None, False
+
+    def _is_cast(self, x: Tensor, output: _Output) -> bool:
+        """Whether the function that runs now has made `x`, a cast of one of its arguments.
+
+        Nothing else can have written to `x`, nor to the argument before the cast.
+        """
+        cast: Any = x.grad_fn
+        while cast is not None and type(cast) not in CASTS:
+            cast = cast.next_functions[0][0]
+        if cast is None or cast._sequence_nr() < self.first or x._version:
+            return False
+        memory, number = memory_of(x)[1], storage_id(x)
+        if memory is None or memory != output.memory or memory[0] or x.dtype == output.dtype:
+            return False
+        given, known = cast.next_functions[0][0], False
+        for y in self.arguments:
+            if isinstance(y, Tensor) and not foreign(y):
+                if storage_id(y) == number:
+                    return False
+                known |= y.grad_fn is given and _is_view(y, output)
+        return known
 
     def _content(self, node: Any) -> Callable[[], Tensor]:
         """A function that recomputes the output of a node.
@@ -232,6 +272,13 @@ class DerivedOutputs:
         self._contents[node] = content
         self._nbytes[node] = sum([t.nbytes for t in copies if t is not None])
         return content
+
+
+def _is_view(x: Tensor, output: _Output) -> bool:
+    """Whether a tensor has all elements of an output, to which nothing has written."""
+    if storage_id(x) != output.storage or x.dtype != output.dtype or not is_unwritten(x):
+        return False
+    return output.counter._version == output.version and memory_of(x)[1] == output.memory
 
 
 def _recompute(

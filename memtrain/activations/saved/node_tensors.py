@@ -35,7 +35,10 @@ def nodes_since(
         on_others: Called if a result depends on a node that is not the forward's, and not given: an
             earlier forward's, or another thread's, whose nodes have numbers of their own.
     """
-    nodes = [x.grad_fn for x in results if isinstance(x, Tensor)]
+    nodes: list[Any] = []
+    for x in results:  # comprehensions are functions to call
+        if isinstance(x, Tensor):
+            nodes.append(x.grad_fn)
     new: dict[int, Any] = {}
     while nodes:
         node = nodes.pop()
@@ -44,7 +47,8 @@ def nodes_since(
         number = node._sequence_nr()
         if mark <= number != LEAF and number not in new:
             new[number] = node
-            nodes += [above for above, _ in node.next_functions]
+            for above in node.next_functions:
+                nodes.append(above[0])
         elif number < first and number not in given:
             on_others()
     return [*new.values()] if len(new) < 2 else [new[number] for number in sorted(new)]

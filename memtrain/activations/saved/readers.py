@@ -58,8 +58,7 @@ class _Result:
         if save is not None:
             save(compress and not self._storage.is_kept)
         elif not compress and not self._storage.is_kept:
-            storages: Any = torch.UntypedStorage
-            memory = storages._new_with_weak_ptr(self._storage.reference.cdata)
+            memory = self._storage.memory()
             if memory is not None:
                 x = torch.empty(0, **self._kind)
                 size, stride, offset = self._geometry

@@ -2,7 +2,6 @@
 
 import zlib
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -106,7 +105,8 @@ class SavedTensors:
         """The fused attention whose node is visited now, if it is one."""
         self._is_square = False
         """Whether the node that is visited now multiplies a tensor by itself."""
-        self._hooked = False
+        self.hooked = False
+        """Whether other saved-tensor hooks were active when the last op ran."""
         self._mark = 0  # nodes made before have been visited, or are not this forward's
         self._first = 0  # number of the forward's first node
         self._given: set[int] = set()  # numbers of nodes from before, of what the forward is given
@@ -177,6 +177,7 @@ class SavedTensors:
             if known is not None and not known.is_kept:
                 known.keep(x.detach())
         self.readers.end()
+        self.derived.end()
         records = self.records
         self._reset()
         return None if records is None else records.end()
@@ -197,9 +198,9 @@ class SavedTensors:
 
     def under_hooks(self, now: bool) -> bool:
         """Record whether other saved-tensor hooks are active, and return the argument."""
-        if self._hooked and not now:
+        if self.hooked and not now:
             self.skip()
-        self._hooked, self.saw_hooks = now, self.saw_hooks or now
+        self.hooked, self.saw_hooks = now, self.saw_hooks or now
         return now
 
     def collect(self, result: Any, function: Any, module: str, *, hooked: bool = False) -> None:
@@ -227,8 +228,9 @@ class SavedTensors:
                 self.readers.visit(node)
             if not hooked:
                 self._visit(node, function, module)
-        if self.derived.parts:
+        if new and not hooked and (self.derived.parts or type(new[-1]) in known_ops.CASTS):
             self.derived.add_computed(result)
+        self.derived.arguments = ()
         if waiting:
             self.readers.seen(results)
         if new or hooked:
@@ -526,6 +528,8 @@ class SavedTensors:
         """Invalidate cached payloads of a storage whose address was read, and may be written."""
         if not foreign(x) and (storage := self.store.get(storage_id(x))) is not None:
             storage.epoch += 1
+            if type(x) is not FakeTensor:
+                x.untyped_storage().data_ptr()  # removes the mark of `mark_unwritten`
 
 
 _STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_smooth", "derive_products"]
@@ -545,5 +549,9 @@ def _unpack(handle: Any) -> Tensor:
 def _hook(
     node: Any, attribute: str, handle: Any, unpack: Callable[[Any], Tensor] = _unpack
 ) -> None:
-    with suppress(RuntimeError):  # someone else's hooks are on it already, and stay
+    try:
         node_tensors.register_hooks(node, attribute, lambda _: handle, unpack)
+    except RuntimeError as error:
+        if "hooks have already been set" not in str(error):
+            raise
+        # Hooks of someone else that no mode has seen: they stay.

@@ -134,6 +134,11 @@ class Storage:
                 entry.keep(x)
         self._entries.clear()
 
+    def memory(self) -> Any:
+        """Return the `UntypedStorage`, or None if it was freed."""
+        storages: Any = torch.UntypedStorage
+        return storages._new_with_weak_ptr(self.reference.cdata)
+
     def current(self) -> Iterator[Entry]:
         """Yield the entries that still equal the memory."""
         for reference in self._entries.values():
@@ -198,6 +203,38 @@ def without_elements(x: Tensor) -> Tensor:
         _EMPTY[kind] = torch.empty(0, dtype=x.dtype, device=x.device)
     counter.data = _EMPTY[kind]
     return counter
+
+
+def mark_unwritten(x: Tensor) -> bool:
+    """Mark the storage of a tensor until something may write to it: see `is_unwritten`.
+
+    The mark is torch's own for copy-on-write: a lazy clone, which is freed here, so that no bytes
+    are ever copied. All access in C++ that may write removes the mark, in any thread, whether or
+    not a version counts it.
+
+    Returns:
+        Whether the storage has the mark: memory of another library cannot.
+
+    Example:
+        >>> x = torch.ones(2)
+        >>> mark_unwritten(x), is_unwritten(x)
+        (True, True)
+        >>> _ = x.data.zero_()
+        >>> is_unwritten(x)
+        False
+    """
+    try:
+        if type(x) is not FakeTensor:
+            torch._lazy_clone(x.detach())
+    except RuntimeError:  # its memory is NumPy's, or shared between processes
+        return False
+    return True
+
+
+def is_unwritten(x: Tensor) -> bool:
+    """Return whether the storage of a tensor has the mark of `mark_unwritten`, or is fake."""
+    marked: bool = torch._C._is_cow_tensor(x)  # pyright: ignore[reportAttributeAccessIssue]
+    return marked or type(x) is FakeTensor
 
 
 def check_version(x: Tensor, version: int) -> None:

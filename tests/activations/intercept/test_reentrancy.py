@@ -16,6 +16,7 @@ import memtrain
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import suspend_others
+from memtrain.activations.saved import node_tensors
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import DerivativeCode, Group, Identity
 from tests.activations.replaced import recognise
@@ -453,3 +454,14 @@ def test_forward_mode_differentiation_inside_a_forward_is_left_alone():
     exact = copy.deepcopy(model)(x)
     intercept(model)
     assert torch.equal(model(x), exact)
+
+
+def test_an_error_of_hooks_is_not_hidden(monkeypatch):
+    def fail(*args):
+        raise RuntimeError("freed")
+
+    monkeypatch.setattr(node_tensors, "register_hooks", fail)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
+    model, _ = memtrain.wrap(model, None, "activations_only")
+    with pytest.raises(RuntimeError, match="freed"):
+        model(torch.randn(64, 64))

@@ -11,12 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.dlpack import to_dlpack
 
 import memtrain
 from tests.activations.proof.comparison import (
     all_same,
     config,
     flat,
+    in_thread,
     parameter_gradients,
     quality,
 )
@@ -111,6 +113,16 @@ def through_an_alias(h):
     h.data.view(-1)[: 32 * 128].zero_()
 
 
+def with_version_kept(h):
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(h):
+        h[:32] = 0
+
+
+def without_modes(h):
+    with torch._C.DisableTorchFunction():
+        h.data[:32] = 0
+
+
 WRITERS = {
     "data": lambda h: h.data[:32].zero_(),
     "data setitem": lambda h: h.data.__setitem__(slice(0, 32), 0),
@@ -124,6 +136,10 @@ WRITERS = {
     "custom op": library_op,
     "Function": lambda h: Writes.apply(h.detach()),
     "no_grad": without_grad,
+    "to_dlpack": lambda h: torch.from_dlpack(to_dlpack(h.detach()))[:32].zero_(),
+    "version kept": with_version_kept,
+    "no mode": without_modes,
+    "another thread": lambda h: in_thread(lambda x: x.data[:32].zero_(), h),
 }
 FIRST = {
     "layer_norm": lambda: nn.LayerNorm(128),
@@ -135,12 +151,18 @@ FIRST = {
     "cast": lambda: _Cast(),
     "product": lambda: _Product(),
     "copy": lambda: _Copy(),
+    "norm, cast": lambda: _NormCast(),
 }
 
 
 class _Cast(nn.Module):
     def forward(self, h):
         return h.bfloat16().float()
+
+
+class _NormCast(nn.Module):
+    def forward(self, h):
+        return F.rms_norm(h.bfloat16(), (128,)).float()
 
 
 class _Product(nn.Module):
