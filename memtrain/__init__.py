@@ -1,4 +1,4 @@
-"""memtrain makes PyTorch training fit: one line, a fraction of the bytes, the same result."""
+"""memtrain trains PyTorch models in less memory: `memtrain.wrap(model, optimizer, preset)`."""
 
 from sys import modules
 from types import ModuleType
@@ -41,8 +41,8 @@ __all__ = [
     "verify",
     "wrap",
 ]
-# The function `audit` stands before the package of its name: it has the package's modules, so that
-# `import memtrain.audit.peak.predict as predict` finds them.
+# The function `audit` hides the package with the same name. The function gets the package's modules
+# as attributes, so that `import memtrain.audit.peak.predict as predict` works.
 vars(audit).update(
     {k: v for k, v in vars(modules["memtrain.audit"]).items() if isinstance(v, ModuleType)}
 )

@@ -47,7 +47,7 @@ def collect_env() -> dict[str, str]:
     """Return versions, devices and available kernels, for a bug report.
 
     Returns:
-        Name -> text; `-` for a missing package. No path, host or user name.
+        Name -> text; `-` for a missing package. Paths, host names and user names are not included.
 
     Example:
         >>> collect_env()["torch"] == torch.__version__

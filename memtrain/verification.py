@@ -166,39 +166,39 @@ def verify(
 ) -> Verification:
     """Compare one training step under a config with the exact step.
 
-    Each replaced op's value is compared with torch's own, and each decompressed tensor with the
-    tensor that was saved. Each parameter's gradient, over several draws of the random bits, is
-    compared with the exact one: its variance is noise, which averages out over steps, and its bias
-    is not. Nothing of the model, its gradients or the random states is changed.
+    Values of replaced ops are compared with torch's ops, and decompressed tensors with the saved
+    tensors. Each parameter's gradient is compared with the exact gradient, over several draws of
+    the random bits. Its variance is noise, which averages out over steps; its bias does not. The
+    model, its gradients and the random states are unchanged.
 
     Args:
-        model: Wrapped by memtrain or not.
-        batch: What the model is called with, whose loss is then the output's own `loss`, or else a
-            random projection of the floats in the output; or a function that runs forward, loss
-            and backward on one batch.
+        model: Any model, wrapped by memtrain or not.
+        batch: The model's input, or a function that runs forward, loss and backward on one batch.
+            With an input, the loss is the output's `loss`, or a random projection of the floats in
+            the output.
         cfg: Anything that `memtrain.config.load` takes; None: the plan of a wrapped model, or
             `"balanced"`. Automatic bits are those of the plan, or uniform.
-        draws: Of the random bits, at least two; two never show a bias.
-        per_site: Whether each site is also measured alone, all others exact: `draws` passes each.
-        warn: Whether to warn of wrong values, biased gradients, and much noise.
+        draws: Number of draws of the random bits, at least two; two never show a bias.
+        per_site: Whether to also measure each site separately, with `draws` passes per site.
+        warn: Whether to warn about wrong values, biased gradients and large noise.
         progress: Whether to show a progress bar.
 
     Returns:
-        The verdict, and what it rests on. Parameters that the backward does not reach have a
+        The verdict and all measurements, which `print` shows. Parameters without a gradient have a
         cosine of NaN.
 
     Raises:
-        ValueError: For fewer than two draws, a closure that leaves no gradient, or a config that
-            is not valid.
-        TypeError: For arguments in another order, or a config of the wrong type.
+        ValueError: If `draws` is below two, the closure leaves no gradient, or the config is not
+            valid.
+        TypeError: If arguments have another order, or the config has a wrong type.
 
     Warns:
-        UserWarning: If a value is wrong or a gradient biased; if the plan's variance is above 10%
-            of the gradient's own from batch to batch (estimated from the halves of a batch with
-            `labels`), or else of its squared norm.
+        UserWarning: If a value is wrong or a gradient is biased. Also if the plan's variance is
+            above 10% of the gradient's variance between batches (estimated from the halves of a
+            batch with `labels`), or, without labels, above 10% of its squared norm.
 
     Memory:
-        A gradient per draw, and in one pass a copy of each saved tensor.
+        One gradient per draw, and in one pass a copy of each saved tensor.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))

@@ -118,8 +118,18 @@ def plan_of(model: nn.Module) -> Plan:
     Args:
         model: A model that `wrap` returned.
 
+    Returns:
+        The plan, which `print` shows. `plan.listing()` has all sites after the first forward.
+
     Raises:
         ValueError: If the model is not wrapped.
+
+    Example:
+        >>> import memtrain, torch
+        >>> model = torch.nn.Linear(64, 128)
+        >>> model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> plan_of(model).config.gradients
+        'keep'
     """
     return wrapped_of(model).plan
 
@@ -198,6 +208,17 @@ def state_dict(model: nn.Module) -> dict[str, Any]:
         `step`: the number of forward passes so far, part of the keys of stochastic rounding.
         `bits`: with `bits: auto`, the current widths and statistics. `precision`: the assignment,
         promotions and loss scale. A run that loads them continues bit for bit.
+
+    Raises:
+        ValueError: If the model is not wrapped.
+
+    Example:
+        >>> import memtrain, torch
+        >>> model = torch.nn.Linear(64, 128)
+        >>> model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()))
+        >>> memtrain.load_state_dict(model, {"step": 7})
+        >>> memtrain.state_dict(model)
+        {'step': 7}
     """
     return _state(wrapped_of(model))
 
@@ -215,14 +236,15 @@ def _state(wrapped: Wrapped) -> dict[str, Any]:
 
 
 def load_state_dict(model: nn.Module, state_dict: dict[str, Any]) -> None:
-    """Restore what `memtrain.state_dict` returned.
+    """Load a state that `memtrain.state_dict` returned (its example shows both functions).
 
     Args:
         model: A model that `wrap` returned.
         state_dict: The state of the resumed run.
 
     Raises:
-        ValueError: If the model is not wrapped or the state has other keys.
+        ValueError: If the model is not wrapped, or if the keys differ from those of the model's
+            state.
     """
     _load(wrapped_of(model), state_dict)
 
@@ -249,7 +271,7 @@ def _load(wrapped: Wrapped, state_dict: dict[str, Any]) -> None:
 
 
 def precision_state(model: nn.Module) -> PrecisionState:
-    """State of a precision run: low tensors, promotions by step, low-precision ratio, loss scale.
+    """Return the state of a precision run: low tensors, promotions, ratio and loss scale.
 
     Args:
         model: A model that `wrap` returned, with a `precision` in its config.
@@ -258,7 +280,7 @@ def precision_state(model: nn.Module) -> PrecisionState:
         The live state of the run, which `print` shows.
 
     Raises:
-        ValueError: If the model is not wrapped, or nothing is rounded.
+        ValueError: If the model is not wrapped, or its config rounds no tensor.
 
     Example:
         >>> import torch
@@ -277,16 +299,16 @@ def precision_state(model: nn.Module) -> PrecisionState:
 
 
 def adapter(model: nn.Module) -> GactAdapter:
-    """Adapter of bit widths, for a config with `bits: auto` and `sensitivity=passes`.
+    """Return the object that adapts bit widths, for `bits: auto` with `sensitivity=passes`.
 
     Args:
         model: A model that `wrap` returned.
 
     Returns:
-        An object whose `step(closure)` is called once per training step.
+        An object whose `step(closure)` you call once per training step.
 
     Raises:
-        ValueError: If the model is not wrapped or no rule has automatic bits.
+        ValueError: If the model is not wrapped, or if no rule has automatic bits.
 
     Example:
         >>> import torch
@@ -316,10 +338,13 @@ def fp32_state_dict(model: nn.Module) -> dict[str, Tensor]:
         model: A model that `wrap` returned.
 
     Returns:
-        The keys of `model.state_dict()`; parameters float32, buffers as they are.
+        The keys of `model.state_dict()`, with float32 parameters and unchanged buffers.
 
     Raises:
         ValueError: If the model is not wrapped, or is a copy without its optimizer.
+
+    Memory:
+        4 bytes per split parameter; float32 parameters are shared with the model.
 
     Example:
         >>> import memtrain, torch
@@ -349,7 +374,17 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
         state_dict: The result of `fp32_state_dict`, or of the unwrapped model's `state_dict`.
 
     Raises:
-        ValueError: If the model is not wrapped, or keys or shapes differ. Nothing is changed then.
+        ValueError: If the model is not wrapped, or if keys or shapes differ. The model is
+            unchanged.
+
+    Example:
+        >>> import memtrain, torch
+        >>> model = torch.nn.Linear(1, 1, bias=False)
+        >>> optimizer = torch.optim.SGD(model.parameters())
+        >>> model, optimizer = memtrain.wrap(model, optimizer, {"weights": "bf16+16"})
+        >>> load_fp32_state_dict(model, {"weight": torch.tensor([[0.1]])})
+        >>> fp32_state_dict(model)["weight"].item()
+        0.10000000149011612
     """
     masters = _master_owners(model)
     own = model.state_dict(keep_vars=True)

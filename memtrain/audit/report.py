@@ -182,39 +182,39 @@ def audit(
     measure: bool = False,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Report:
-    """Predict a training step's bytes, plain and under a plan; nothing is run or allocated.
+    """Predict the bytes of a training step, with and without a plan.
 
-    Two forwards on fake tensors are compared, one with nothing replaced and one under the plan,
-    in the mode (train or eval) that the model is in. Optimizer states come from the optimizer's
-    own first step on tensors of no bytes. Rows and totals leave out temporaries and what a
-    backward allocates (timelines do not), and the loss if the model does not compute it.
+    Two forwards run on fake tensors, one without memtrain and one under the plan, in the model's
+    mode (train or eval). Optimizer states come from the optimizer's first step on fake tensors.
+    Rows and totals do not include temporaries, tensors that a backward allocates, and the loss if
+    the model does not compute it. Timelines include them.
 
-    Compiled parts are recompiled on copies, and the report counts what their graphs keep.
+    Compiled parts are recompiled on copies, and the report counts the tensors that the graphs keep.
 
     Args:
-        model: Real, on the meta device, or built under a `FakeTensorMode`; it is not changed.
-            Compiled or not, whole or in parts.
-        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
-            arguments, real or fake.
+        model: Real, on the meta device, or built under a `FakeTensorMode`, compiled or not; not
+            changed.
+        batch: The model's input: a tensor, a tuple of arguments or a dict of keyword arguments,
+            real or fake.
         cfg: Anything that `memtrain.config.load` takes; `balanced` by default.
-        optimizer: By default `torch.optim.AdamW` of the parameters that are trained; not changed.
-        peak: Also simulate a whole step, plain and planned, for the report's timelines
-            (`memtrain.audit.peak.predict` says how).
-        measure: Also run real steps, plain and planned, and put the model back
-            (`audit.peak.measure`). What cannot be predicted is then left out instead of being
-            an error: saved activations (the report says why) and predicted timelines.
-        options: Of the step: the device, autocast, and the timelines' loss.
+        optimizer: By default `torch.optim.AdamW` for the trained parameters; not changed.
+        peak: Also simulate a full step, with and without the plan, for the report's timelines
+            (`memtrain.audit.peak.predict`).
+        measure: Also run real steps, with and without the plan, and restore the model
+            (`audit.peak.measure`). If a prediction is not possible, the report then omits saved
+            activations and predicted timelines, with the reason, instead of raising an error.
+        options: Options of the step: the device, autocast, and the timelines' loss.
 
     Returns:
-        The report. Its rows sum to the bytes of each category, exactly.
+        The report. Its rows sum exactly to the bytes of each category.
 
     Raises:
-        ValueError: If the model has no parameters, if fake tensors cannot run it (the message says
-            which op it is) and nothing is measured, or for a config that is not valid.
-        TypeError: For a config of the wrong type, or a batch without a tensor.
+        ValueError: If the model has no parameters, if the config is not valid, or if fake tensors
+            cannot run the model (the message names the op) and `measure` is False.
+        TypeError: If the config has a wrong type, or the batch has no tensor.
 
     Memory:
-        That of the rows: seven billion parameters take no more than seven thousand.
+        Fake tensors allocate no data: the memory of the rows does not depend on the model's width.
 
     Example:
         >>> import torch

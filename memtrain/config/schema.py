@@ -138,7 +138,7 @@ class Release:
 
 @dataclass(kw_only=True)
 class Config:
-    """The config of `memtrain.wrap`.
+    """Store the config of `memtrain.wrap`; each field is a key of a YAML file or an override.
 
     Example:
         >>> from memtrain.config.sources import load

@@ -64,10 +64,10 @@ _SHOWN = 8
 
 @dataclass(frozen=True)
 class Plan:
-    """Site -> compressor, or keep with the reason.
+    """Map each site to a compressor, or to `Keep` with the reason.
 
-    Without a batch, the first training forward records the activation sites. Recorded sites do not
-    change.
+    `make_plan` makes plans, and `print` shows the bytes before and after. Without a batch, the
+    first training forward records the activation sites. Recorded sites do not change.
 
     Example:
         >>> import torch

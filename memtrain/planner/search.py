@@ -66,28 +66,31 @@ def make_plan(
     budget: str | int | None = None,
     **goal: Any,
 ) -> Plan:
-    """Decide what is done to every site, by rules or so that the peak fits a budget.
+    """Make a plan: the decision for every site, from rules or for a memory budget.
 
     Args:
         model: The model; not changed.
-        optimizer: Its optimizer; not changed.
-        cfg: Anything that `memtrain.wrap` takes. With a budget its rules do not count.
-        batch: What the model is called with: records the activation sites by a forward on fake
-            tensors. Without it the first training forward of a wrapped model records them. A
-            budget needs it.
-        budget: Bytes that the peak of a training step may take: `"24GiB"`. None: by rules.
+        optimizer: The model's optimizer; not changed.
+        cfg: Anything that `memtrain.wrap` takes. With a budget, its rules are ignored.
+        batch: The model's input, required with a budget. With a batch, a forward on fake tensors
+            records the activation sites. Otherwise the first training forward of the wrapped model
+            records them.
+        budget: Limit for the peak of a training step, such as `"24GiB"`. None: use the rules.
         goal: With a budget: `allow`, of `quantise`, `recompute` (both by default), `release` and
-            `weights`; `max_error`, in units of the preset `balanced`'s noise (1); `objective`,
-            `time` (by default) or `error`; and the other fields of `memtrain.planner.Goal`.
+            `weights`; `max_error`, in units of the noise of `balanced` (1); `objective`, `time`
+            (by default) or `error`; and the other fields of `memtrain.planner.Goal`.
 
     Returns:
-        The plan; `plan.save("plan.yaml")` writes it.
+        The plan. `plan.save("plan.yaml")` saves it.
 
     Raises:
-        ValueError: For a config that is not valid, a rule of the user's or a plan file whose
-            module, site or parameter does not exist, a budget that is malformed, comes without
-            a batch, or that nothing fits (`memtrain.planner.DoesNotFit`).
-        TypeError: For values of the wrong type.
+        ValueError: If the config is not valid; if a user's rule or a plan file names a module, site
+            or parameter that does not exist; if the budget is malformed or has no batch; or if no
+            plan fits the budget (`memtrain.planner.DoesNotFit`).
+        TypeError: If a value has a wrong type.
+
+    Memory:
+        Fake tensors allocate no data.
 
     Example:
         >>> import torch

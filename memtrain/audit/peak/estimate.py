@@ -63,34 +63,38 @@ def estimate(
     batch_size: int = 1,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Estimate:
-    """Predict the peak of a training step, by simulating it; nothing is run or allocated.
+    """Predict the peak of a training step by a simulation on fake tensors.
 
-    No formula: forward, backward and step of the very model run on fake tensors (`predict`). So
-    adapters, frozen and quantised bases, large vocabularies, attention masks and what `cfg`
-    compresses are all in it.
+    The model's forward, backward and step run on fake tensors (`predict`); no formula is used. The
+    prediction therefore includes adapters, frozen and quantised bases, large vocabularies,
+    attention masks and the compression that `cfg` requests.
 
-    With `lengths` the worst batch of a data set is looked for. A batch is padded to its longest
-    sample; of all batches those are predicted that no other has at least as many samples, tokens
-    and (for the mask that transformers then builds) padding as.
+    With `lengths`, the result is the peak of the largest possible batch of a data set. A batch is
+    padded to its longest sample. A batch is not simulated if another one has at least as many
+    samples, tokens and padding (transformers builds a mask for padding).
 
     Args:
         model: Real, on the meta device, or built under a `FakeTensorMode`; not changed.
-        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
-            arguments. With `lengths` a batch of any size, whose tensors' dimensions grow as in
-            `memtrain.largest`; may be left out for a transformers model of text.
-        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
-        optimizer: By default `torch.optim.AdamW` of the parameters that are trained.
-        lengths: Of the data set's samples, in tokens; or of each batch's samples, where a sampler
-            has put them together.
-        batch_size: Samples of a batch, where `lengths` are the samples'.
+        batch: The model's input: a tensor, a tuple of arguments or a dict of keyword arguments.
+            With `lengths`, a batch of any size, whose tensors' dimensions grow as in
+            `memtrain.largest`; optional for a transformers model of text.
+        cfg: Anything that `memtrain.wrap` takes; None for PyTorch without memtrain.
+        optimizer: By default `torch.optim.AdamW` for the trained parameters; not changed.
+        lengths: Tokens per sample of the data set, or, with a batch sampler, a list of tokens per
+            sample for each batch.
+        batch_size: Samples per batch, if `lengths` has one number per sample.
         options: Device, autocast, and the loss.
 
     Returns:
-        The estimate; `print` shows it.
+        The estimate, which `print` shows.
 
     Raises:
-        ValueError: Without batch and lengths, for lengths or sizes below 1; and as `predict`.
-        TypeError: As `predict`.
+        ValueError: If both batch and lengths are missing, if a length or size is below 1, or if
+            `predict` raises it.
+        TypeError: If `predict` raises it.
+
+    Memory:
+        Fake tensors allocate no data.
 
     Example:
         >>> model = nn.Sequential(nn.Embedding(1000, 64), nn.Linear(64, 1000))

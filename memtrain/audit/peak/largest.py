@@ -20,7 +20,7 @@ from memtrain.config.sizes import format_size, parse_size
 
 WHAT = ("batch", "seq")
 GROWTH = 8
-"""While all sizes fit, the next one tried is at most so many times the last one larger."""
+"""While all sizes fit, the next size is at most this multiple of the last one."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Largest:
     """The size that fits, and the simulated peaks that show it."""
 
     size: int
-    """Samples, or tokens a sample; 0 if not even one fits."""
+    """Samples, or tokens per sample; 0 if no size fits."""
     timeline: Timeline | None
     """Of the step of that size; None for size 0."""
     peaks: Mapping[int, int]
@@ -47,7 +47,7 @@ class Largest:
 
 
 @caches_cleared()
-def largest(  # noqa: PLR0913 (each has a default that serves)
+def largest(  # noqa: PLR0913 (most have a default)
     model: nn.Module,
     batch: Any,
     cfg: Any,
@@ -58,29 +58,34 @@ def largest(  # noqa: PLR0913 (each has a default that serves)
     most: int = 2**20,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Largest:
-    """Search for the largest size whose predicted peak fits; the peak must not fall with it.
+    """Search for the largest batch or sequence length whose predicted peak fits.
 
-    Each size tried is a simulated step (`predict`); sizes are guessed on the line through two
-    known ones, so that a few are enough.
+    Each size is a simulated step (`predict`). The next size is extrapolated linearly from two known
+    sizes, so that a few steps are enough. The peak must not fall if the size grows.
 
     Args:
         model: Real or fake; not changed.
-        batch: A batch of any size. Its dimensions of the size of its first tensor's first (`batch`:
-            dimension 0 only) or second one (`seq`: every dimension but 0) grow.
-        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
-        memory: Such as `"24GiB"`; or bytes. On CUDA the whole device's (`Timeline.needed`).
-        optimizer: By default `torch.optim.AdamW` of the parameters that are trained; not changed.
+        batch: A batch of any size. With `batch`, dimension 0 grows in every tensor where it equals
+            dimension 0 of the first tensor. With `seq`, every later dimension grows that equals
+            dimension 1 of the first tensor.
+        cfg: Anything that `memtrain.wrap` takes; None for PyTorch without memtrain.
+        memory: Memory of the device, such as `"24GiB"`, or bytes. On CUDA, the CUDA context and
+            the allocator's cache count (`Timeline.needed`).
+        optimizer: By default `torch.optim.AdamW` for the trained parameters; not changed.
         what: `batch` or `seq`.
         most: The largest size to try, such as a model's number of positions.
-        options: Of the step.
+        options: Options of the step.
 
     Returns:
-        The size, at most `most`.
+        The size, at most `most`, with all simulated peaks.
 
     Raises:
-        ValueError: For an unknown `what`, sizes below 1, or a batch without such a dimension; and
-            as `predict`.
-        TypeError: As `predict`.
+        ValueError: If `what` is unknown, a size is below 1, the batch has no such dimension, or
+            `predict` raises it.
+        TypeError: If `predict` raises it.
+
+    Memory:
+        Fake tensors allocate no data.
 
     Example:
         >>> model = nn.Linear(64, 64)
