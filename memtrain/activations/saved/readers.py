@@ -1,6 +1,6 @@
 """Defer the compression of a result until all ops that read the result are known."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from memtrain.activations.saved.store import Geometry, Storage
 
 
 class _Result:
-    """A result of which its op saves the values, or the factor if it is a square."""
+    """A result of which its op saves the values, or one factor if it is a square."""
 
     def __init__(
         self, x: Tensor, storage: Storage, readers: frozenset[type], save: Callable[[bool], None]
@@ -41,17 +41,6 @@ class _Result:
         """Whether it, or a copy of its elements, is alive."""
         return self.has_copies or not self._storage.reference.expired()
 
-    def add(self, save: Callable[[bool], None]) -> None:
-        """Save another tensor of the op, too: the second factor of a square."""
-        first = self._save
-
-        def both(compress: bool) -> None:
-            if first is not None:
-                first(compress)
-            save(compress)
-
-        self._save = both
-
     def save(self, *, compress: bool) -> None:
         """Save the result, if that was not done; undo a compression by a kept tensor."""
         save, self._save = self._save, None
@@ -77,7 +66,7 @@ class Readers:
     def __init__(self) -> None:
         self.results: dict[int, tuple[_Result, ...]] = {}
         """Results, by the numbers of the nodes that give them or carry their elements."""
-        self._made: dict[int, _Result] = {}
+        self._made: list[_Result] = []
         self._allowed: list[_Result] = []
 
     def add(
@@ -97,12 +86,9 @@ class Readers:
             readers: Nodes of the ops that may read a compressed result.
             save: Compresses the result, or keeps it.
         """
-        number = node._sequence_nr()
-        if number in self._made:
-            self._made[number].add(save)
-        else:
-            found = self._made[number] = _Result(x, storage, readers, save)
-            self.results[number] = (*self.results.get(number, ()), found)
+        number, found = node._sequence_nr(), _Result(x, storage, readers, save)
+        self.results[number] = (*self.results.get(number, ()), found)
+        self._made.append(found)
 
     def visit(self, node: Any, *, carries: bool = False, bounded: bool = False) -> None:
         """See what a node reads.
@@ -151,15 +137,51 @@ class Readers:
         """
         for found in self._allowed:
             found.save(compress=not found.is_held)
-        for found in self._made.values():
+        for found in self._made:
             if not found.is_saved or found.is_held:
                 found.save(compress=False)
-        self.results, self._made, self._allowed = {}, {}, []
+        self.results, self._made, self._allowed = {}, [], []
 
     def keep_all(self) -> None:
         """Keep the results so far: ops that were not visited may have read them."""
-        for found in self._made.values():
+        for found in self._made:
             found.save(compress=False)
+
+
+_STEPS = 6
+
+
+def is_square(node: Any, factors: Mapping[str, Tensor]) -> bool:
+    """Return whether a product saves two factors that are, or may be, equal.
+
+    Args:
+        node: Of the product.
+        factors: Its saved tensors.
+    """
+    if len(factors) < 2 or factors["self"] is factors["other"]:
+        return len(factors) == 2
+    (one, index), (other, other_index) = node.next_functions
+    return index == other_index and _may_be_equal(one, other, _STEPS)
+
+
+def _may_be_equal(one: Any, other: Any, steps: int) -> bool:
+    """Whether two nodes are one, or apply equal ops to tensors that may be equal."""
+    if one is other:
+        return True
+    above = () if one is None or type(one) is not type(other) else one.next_functions
+    if not above or len(above) != len(other.next_functions):
+        return False
+    for (each, index), (same, same_index) in zip(above, other.next_functions, strict=True):
+        if index != same_index or (steps and not _may_be_equal(each, same, steps - 1)):
+            return False
+    return _options(one) == _options(other)
+
+
+def _options(node: Any) -> list[Any]:
+    """What a node keeps besides tensors, such as the ends of a slice."""
+    names = set(dir(node))
+    saved = sorted(name for name in names if name.startswith("_saved_"))
+    return [getattr(node, name) for name in saved if f"_raw{name}" not in names]
 
 
 def _scales(node: Any) -> bool:

@@ -20,7 +20,7 @@ from memtrain.activations.saved.handles import Kept, MaskBias
 from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, SHAPE, SavedBy
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_handle
-from memtrain.activations.saved.readers import Readers
+from memtrain.activations.saved.readers import Readers, is_square
 from memtrain.activations.saved.records import Records
 from memtrain.activations.saved.site import (
     CHECKPOINT_INPUT,
@@ -104,7 +104,7 @@ class SavedTensors:
         self._fused: FusedAttention | None = None
         """The fused attention whose node is visited now, if it is one."""
         self._is_square = False
-        """Whether the node that is visited now multiplies a tensor by itself."""
+        """Whether the node that is visited now multiplies equal tensors."""
         self.hooked = False
         """Whether other saved-tensor hooks were active when the last op ran."""
         self._mark = 0  # nodes made before have been visited, or are not this forward's
@@ -246,7 +246,7 @@ class SavedTensors:
         # Read before hooks are on the node: what is read later is decompressed.
         tensors = dict(node_tensors.tensors_of(node, node_tensors.saved_names(kind)))
         op, seen = row.op(node, function), set[str]()
-        self._is_square = kind in known_ops.MULTIPLIES and _are_equal(tensors)
+        self._is_square = kind in known_ops.MULTIPLIES and is_square(node, tensors)
         kernel = KERNELS.get(kind)
         if kernel is not None and self.attention:
             op = self.attention
@@ -535,11 +535,6 @@ class SavedTensors:
 _STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_smooth", "derive_products"]
 _STATE += ["step", "draws", "watch", "lossless"]
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
-
-
-def _are_equal(factors: Mapping[str, Tensor]) -> bool:
-    """Whether a product has two factors, which are one tensor."""
-    return len(factors) == 2 and factors["self"] is factors["other"]
 
 
 def _unpack(handle: Any) -> Tensor:

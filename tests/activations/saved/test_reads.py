@@ -146,7 +146,11 @@ def test_a_result_that_is_read_where_no_mode_sees_it_is_kept(name, form):
     assert torch.equal(gradient(model), exact)
 
 
-SQUARES = {"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h}
+SQUARES = {
+    **{"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h},
+    "two differences": lambda h: (h - 0.1) * (h - 0.1),
+    "two distances": lambda h: (h - 0.1).abs() * (h - 0.1).abs(),
+}
 SMALL = {
     "a root": lambda s: (s + 1e-6).sqrt(),
     "a root without a sum": torch.rsqrt,
@@ -170,6 +174,12 @@ def test_a_square_that_a_root_or_a_logarithm_reads_keeps_its_factor(square, read
     exact, mine, _ = with_and_without(model, torch.randn(64, 64))
     assert torch.equal(mine, exact) is (reader in SMALL)
     assert torch.cosine_similarity(mine, exact, 0) > 0.98
+
+
+def test_a_product_of_two_halves_is_no_square():
+    model = Model(lambda h: (h[:, :32] * h[:, 32:]).view(-1))
+    _, _, entries = with_and_without(model, torch.randn(64, 64))
+    assert [e.compressor != "" for e in entries if " / mul / " in e.site] == [True, True]
 
 
 GATES = {"sigmoid": torch.sigmoid, "tanh": lambda h: 0.5 + 0.49 * torch.tanh(h)}
