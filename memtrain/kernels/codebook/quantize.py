@@ -293,7 +293,8 @@ def _dequantize(
         quantize_triton.dequantize(codes, book, out, scale)
     else:
         values = book.values(codes.device)
-        cpu.call("mt_codebook_dequantize", codes, scale, values, out, numel, block_size, bits)
+        sizes = (numel, block_size, bits, 0, 0, 0)
+        cpu.call("mt_codebook_dequantize", out, None, values, codes, scale, *sizes)
     return out
 
 

@@ -44,50 +44,39 @@ def _built_of(loaded: ctypes.CDLL) -> str:
 
 
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
-    """Call `name` of the C++ library: tensors as pointers, integers as int64, floats as float.
-
-    Addresses may be given as integers, too.
-
-    The number of threads (torch's own) is passed last, as an int64.
+    """Call `name` of the C++ library with a struct: tensors as addresses, then torch's threads.
 
     Args:
         name: An exported symbol.
-        *arguments: What the symbol takes, in order; `None` is a null pointer.
+        *arguments: The fields of its struct but the last, in order; `None` is a null pointer.
 
     Raises:
         RuntimeError: If the library was not built.
     """
-    lib = library()
-    if lib is None:
+    if library() is None:
         raise RuntimeError(f"the C++ library with {name!r} was not built")
-    function = getattr(lib, name)
-    if function.argtypes is None:  # found at the first call: C's types are the same at every one
-        function.argtypes = [*map(_c_type, arguments), ctypes.c_int64]
+    kinds = "".join(["d" if isinstance(x, float) else "q" for x in arguments])
+    run, pack = packed(name, f"{kinds}q")
     values = [x.data_ptr() if isinstance(x, Tensor) else x or 0 for x in arguments]
-    function(*values, torch.get_num_threads())
+    run(pack(*values, torch.get_num_threads()))
 
 
 @cache
-def packed(name: str, count: int) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
-    """A function of the C++ library that takes its arguments as one struct of 8-byte integers.
+def packed(name: str, fields: str) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
+    """A function of the C++ library, for calls that take little longer than `call`.
 
-    `ctypes` takes longer to convert an argument than a small kernel to work on a block.
+    `ctypes` takes longer to convert an argument than a small kernel to work on a block, so each
+    function takes its arguments as one struct of 8-byte numbers.
 
     Args:
         name: An exported symbol of the library, which must be there.
-        count: How many integers the struct holds, addresses among them.
+        fields: Of the struct, as `struct` has them.
 
     Returns:
         run: The function, to be given what `pack` made.
-        pack: Makes the struct of so many integers; tensors whose addresses are among them must
-            outlive the call.
+        pack: Makes the struct of its fields; tensors whose addresses are among them must outlive
+            the call.
     """
     function = getattr(library(), name)
     function.restype = None
-    return function, struct.Struct(f"{count}q").pack
-
-
-def _c_type(value: Tensor | int | float | None) -> type:
-    if value is None or isinstance(value, Tensor):
-        return ctypes.c_void_p
-    return ctypes.c_float if isinstance(value, float) else ctypes.c_int64
+    return function, struct.Struct(fields).pack

@@ -19,7 +19,7 @@ MT_EXPORT int mt_isa() {
 }
 
 // Tests run the AVX2 and portable forms on an AVX-512 machine by it.
-MT_EXPORT void mt_limit_isa(int64_t level, int64_t) { isa_limit = static_cast<int>(level); }
+MT_EXPORT void mt_limit_isa(const int64_t* level) { isa_limit = static_cast<int>(*level); }
 
 // sources.py's digest, which setup.py defines: a library of older sources is not used.
 MT_EXPORT const char* mt_sources() { return MT_SOURCES; }

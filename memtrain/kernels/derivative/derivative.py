@@ -171,7 +171,7 @@ def _encoder(
     bits, table = code_bits(boundaries, parity), numbers(boundaries).data_ptr()
     (shift_bits,) = struct.unpack("i", ctypes.c_float(shift))  # Inf beyond float32
     settings = table, DTYPES.index(dtype), bits, PARITIES.index(parity), shift_bits
-    width, (kernel, pack) = BLOCK_SIZE // 8 * bits, cpu.packed("mt_derivative_encode", 10)
+    width, (kernel, pack) = BLOCK_SIZE // 8 * bits, cpu.packed("mt_derivative_encode", "10q")
 
     def run(x: Tensor) -> Tensor:
         n = x.numel()
@@ -191,7 +191,7 @@ def _decoder(
     check_dtype(dtype)
     bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype)).data_ptr()
     settings = table, DTYPES.index(dtype), bits, 0, 0
-    kernel, pack = cpu.packed("mt_derivative_decode", 10)
+    kernel, pack = cpu.packed("mt_derivative_decode", "10q")
 
     def run(grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
         places = 0 if grad is None else grad.data_ptr(), codes.data_ptr(), out.data_ptr()

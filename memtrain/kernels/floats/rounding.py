@@ -197,12 +197,6 @@ def _numbers(layout: FormatFields, dtype: torch.dtype) -> tuple[int, ...]:
     return (*layout[1:3], *limits(layout, dtype), layout.rounding)
 
 
-@lru_cache
-def _table(layout: FormatFields, dtype: torch.dtype) -> Tensor:
-    """Return the arguments as a table for C++."""
-    return torch.tensor(_numbers(layout, dtype), device="cpu")  # for any default device
-
-
 def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
     if x.dtype not in allowed:
         raise TypeError(f"dtype {x.dtype} is not allowed; allowed: {', '.join(map(str, allowed))}")
@@ -235,7 +229,7 @@ def _round(
         rounding_triton.run(x, out, count, _numbers(layout, x.dtype), seed)
     else:
         sizes = (x.numel(), DTYPES.index(x.dtype), seed)
-        cpu.call("mt_floats_round", x, out, count, _table(layout, x.dtype), *sizes)
+        cpu.call("mt_floats_round", x, out, count, *_numbers(layout, x.dtype), *sizes)
     return out, count
 
 

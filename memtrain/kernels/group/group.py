@@ -289,7 +289,7 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 def _run_cpp(name: str, x: Tensor, codes: Tensor, bounds: Tensor, *options: int) -> None:
     """Call a C++ kernel; options: bits, group size, seed, stochastic, columns and stride."""
-    run, pack = cpu.packed(name, 13)
+    run, pack = cpu.packed(name, "13q")
     is_bf16, wide = x.dtype == torch.bfloat16, bounds.dtype == torch.float32
     places = x.data_ptr(), is_bf16, x.numel(), codes.data_ptr(), bounds.data_ptr()
     run(pack(*places, wide, *options, torch.get_num_threads()))

@@ -202,11 +202,10 @@ def _norm(
     out = y if y.dtype == wide.dtype else torch.empty_like(wide)
     if narrow and out is not y:
         raise TypeError("float16 with narrow=True; allowed on the CPU: bfloat16, float32")
-    cpu.call(
-        "mt_norm_quantize", wide, int(wide.dtype == torch.bfloat16), weight, bias, out, rstd,
-        packed, bounds, int(codes.wide), rstd.numel(), size, float(eps), int(centred), int(narrow),
-        codes.bits, codes.group_size, codes.seed, int(codes.stochastic),
-    )  # fmt: skip
+    sizes = (rstd.numel(), size, float(eps), centred, narrow)
+    bounds_of = (packed, bounds, codes.wide, *codes[:-1])
+    is_bf16 = wide.dtype == torch.bfloat16
+    cpu.call("mt_norm_quantize", wide, is_bf16, weight, bias, out, rstd, *sizes, *bounds_of)
     return y if out is y else y.copy_(out), rstd, packed, bounds
 
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels import cpu
-from memtrain.kernels.dispatch import choose, contiguous_nbytes, is_plain, is_plain_cpu, register
+from memtrain.kernels.dispatch import choose, contiguous_nbytes, is_plain, register
 from memtrain.kernels.packing import bits as bit_codes
 
 BLOCK = 256  # elements per block
@@ -35,8 +35,6 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
         >>> packed.shape, packed[:4].tolist()
         (torch.Size([64]), [1, 2, 3, 0])
     """
-    if is_plain_cpu(x) and x.is_contiguous():
-        return _pack_in_cpp(x, _empty_packed(x, bits), bits)
     return (_pack if is_plain(x) else _pack_op)(x, bits)
 
 
@@ -110,19 +108,14 @@ def _pack(x: Tensor, bits: int) -> Tensor:
     chosen = choose(x)
     if chosen == "reference":
         return pack_reference(x, bits)
-    flat = x.reshape(-1).contiguous()
+    x = x.contiguous()
     if chosen == "triton":
         from memtrain.kernels.packing import pack_triton
 
-        pack_triton.pack(flat, packed, bits)
+        pack_triton.pack(x, packed, bits)
     else:
-        _pack_in_cpp(flat, packed, bits)
-    return packed
-
-
-def _pack_in_cpp(x: Tensor, packed: Tensor, bits: int) -> Tensor:
-    run, pack = cpu.packed("mt_pack_codes", 5)
-    run(pack(x.data_ptr(), packed.data_ptr(), x.numel(), bits, torch.get_num_threads()))
+        run, pack = cpu.packed("mt_pack_codes", "5q")
+        run(pack(x.data_ptr(), packed.data_ptr(), x.numel(), bits, torch.get_num_threads()))
     return packed
 
 

@@ -8,19 +8,21 @@
 
 namespace memtrain {
 
+// Arguments of both kernels, in the order of `_quantize` in quantize.py.
 struct Book {
-  const float *bounds, *values;
+  float* x;  // read, or written
+  const float *bounds, *values;  // bounds: 2**bits - 1, of stochastic codes the values but the
+  uint8_t* codes;                // lowest and the highest, and NaN
   float* scale;  // of each block; null: all scales are 1
-  uint8_t* codes;
   int64_t n, block, bits;
   int64_t with_sign;  // whether scales have the sign of the largest element
-  int64_t stochastic, seed;
+  int64_t stochastic, seed, threads;
 };
 
 template <typename Range>
-static void over_blocks(const Book& b, int64_t threads, const Range& range) {
+static void over_blocks(const Book& b, const Range& range) {
   const int64_t blocks = (b.n + b.block - 1) / b.block;
-  parallel_for(blocks, std::max<int64_t>(32768 / b.block, 1), threads,
+  parallel_for(blocks, std::max<int64_t>(32768 / b.block, 1), b.threads,
                [&](int64_t begin, int64_t end) {
                  std::vector<float> room(b.block + 16);  // vectors reach past a block
                  std::vector<uint8_t> codes(b.block + 16);
@@ -32,29 +34,24 @@ static void over_blocks(const Book& b, int64_t threads, const Range& range) {
 
 #include "foreach_isa.h"
 
-// `bounds`: 2**bits - 1, of stochastic codes the values but the lowest and the highest, and NaN.
-MT_EXPORT void mt_codebook_quantize(const float* x, const float* bounds, const float* values,
-                                    uint8_t* codes, float* scale, int64_t n, int64_t block,
-                                    int64_t bits, int64_t with_sign, int64_t stochastic,
-                                    int64_t seed, int64_t threads) {
-  const memtrain::Book b{bounds, values, scale, codes, n, block, bits, with_sign, stochastic, seed};
-  memtrain::over_blocks(b, threads, [&](int64_t begin, int64_t end, float* room, uint8_t* made) {
-    MT_DISPATCH(quantize_book(b, x, begin, end, room, made));
+MT_EXPORT void mt_codebook_quantize(const memtrain::Book* call) {
+  const memtrain::Book b = *call;
+  memtrain::over_blocks(b, [&](int64_t begin, int64_t end, float* room, uint8_t* made) {
+    MT_DISPATCH(quantize_book(b, begin, end, room, made));
   });
 }
 
-MT_EXPORT void mt_codebook_dequantize(uint8_t* codes, float* scale, const float* values, float* out,
-                                      int64_t n, int64_t block, int64_t bits, int64_t threads) {
-  const memtrain::Book b{nullptr, values, scale, codes, n, block, bits, 0, 0, 0};
-  memtrain::over_blocks(b, threads, [&](int64_t begin, int64_t end, float* room, uint8_t* packed) {
-    MT_DISPATCH(dequantize_book(b, out, begin, end, room, packed));
+MT_EXPORT void mt_codebook_dequantize(const memtrain::Book* call) {
+  const memtrain::Book b = *call;
+  memtrain::over_blocks(b, [&](int64_t begin, int64_t end, float* room, uint8_t* packed) {
+    MT_DISPATCH(dequantize_book(b, begin, end, room, packed));
   });
 }
 
 #else
 
 #include "packing/slices.h"
-#include "philox_lanes.h"
+#include "random/philox.h"
 
 // The largest magnitude; with_sign: with the sign of the first element that has it.
 MT_HELPER float largest(const float* x, int64_t n, bool with_sign) {
@@ -97,14 +94,13 @@ MT_HELPER void encode_block(const Book& b, const float* x, uint8_t* out, int64_t
 }
 
 template <int kBits>
-inline void quantize_bits(const Book& b, const float* from, int64_t begin, int64_t end, float* room,
-                          uint8_t* made) {
+inline void quantize_bits(const Book& b, int64_t begin, int64_t end, float* room, uint8_t* made) {
   const int64_t size = b.block, bytes = size / 8 * kBits;
   float scaled[1 << kBits];
   float scale = 1.0f, last = 0.0f;
   for (int64_t k = begin; k < end; ++k) {
     const int64_t at = k * size, n = std::min(size, b.n - at);
-    const float* x = from + at;
+    const float* x = b.x + at;
     if (n < size || size < 128) {
       std::memset(room, 0, size * sizeof(float));
       std::memcpy(room, x, n * sizeof(float));
@@ -131,36 +127,35 @@ inline void quantize_bits(const Book& b, const float* from, int64_t begin, int64
 }
 
 template <int kBits>
-inline void dequantize_bits(const Book& b, float* to, int64_t begin, int64_t end, float* room,
+inline void dequantize_bits(const Book& b, int64_t begin, int64_t end, float* room,
                             uint8_t* packed) {
   const int64_t size = b.block, width = size / 8, bytes = width * kBits;
   for (int64_t k = begin; k < end; ++k) {
     const int64_t at = k * size, n = std::min(size, b.n - at);
     const uint8_t* in = b.codes + k * bytes;
     if (width < 16) in = static_cast<uint8_t*>(std::memcpy(packed, in, bytes));
-    float* out = n < size || width < 16 ? room : to + at;
+    float* out = n < size || width < 16 ? room : b.x + at;
     const F scale = splat(b.scale == nullptr ? 1.0f : b.scale[k]);
     for (int64_t c = 0; c < width; c = next(c, width)) {
       I codes[8];
       load_codes<kBits>(in + c, codes, width);
       for (int s = 0; s < 8; ++s) store(out + s * width + c, look_up(b.values, codes[s]) * scale);
     }
-    if (out != to + at) std::memcpy(to + at, out, n * sizeof(float));
+    if (out != b.x + at) std::memcpy(b.x + at, out, n * sizeof(float));
   }
 }
 
-inline void quantize_book(const Book& b, const float* x, int64_t begin, int64_t end, float* room,
-                          uint8_t* made) {
+inline void quantize_book(const Book& b, int64_t begin, int64_t end, float* room, uint8_t* made) {
   const int64_t bits = b.bits;
-#define MT_QUANTIZE(B) quantize_bits<B>(b, x, begin, end, room, made)
+#define MT_QUANTIZE(B) quantize_bits<B>(b, begin, end, room, made)
   MT_BITS_SWITCH(MT_QUANTIZE)
 #undef MT_QUANTIZE
 }
 
-inline void dequantize_book(const Book& b, float* out, int64_t begin, int64_t end, float* room,
+inline void dequantize_book(const Book& b, int64_t begin, int64_t end, float* room,
                             uint8_t* packed) {
   const int64_t bits = b.bits;
-#define MT_DEQUANTIZE(B) dequantize_bits<B>(b, out, begin, end, room, packed)
+#define MT_DEQUANTIZE(B) dequantize_bits<B>(b, begin, end, room, packed)
   MT_BITS_SWITCH(MT_DEQUANTIZE)
 #undef MT_DEQUANTIZE
 }

@@ -1,15 +1,22 @@
 // Rounding to floating-point formats of up to 16 bits (definition: kernels/floats/rounding.py).
 #include "floats/runs.h"
-#include "philox.h"
+#include "random/draws.h"
 
 namespace memtrain {
 
-constexpr int64_t kRun = 1024, kRunWidth = kRun / 8;
+constexpr int64_t kRun = kDrawn;
 constexpr int32_t kRunInf = 0x7F800000, kRunNan = 0x7FC00000;
 enum Rounding : int32_t { kAway, kEven, kStochastic };
 
 struct FloatForm {
   int32_t mantissa, least, limit, over, rounding;
+};
+
+// Arguments, in the order of `_round` in rounding.py.
+struct RoundCall {
+  const void* x;
+  void* out;
+  int64_t *count, form[5], n, type, seed, threads;
 };
 
 static FloatForm form_of(const int64_t* numbers) {
@@ -78,47 +85,37 @@ MT_CLONES static int64_t round_any(const uint32_t* bits, const uint16_t* draws, 
   return round_run<kStochastic>(bits, draws, n, f, out);
 }
 
-MT_CLONES static void draw_run(uint32_t first, uint64_t seed, uint16_t* draws) {
-  uint32_t words[4][16];
-  for (int64_t c = 0; c < kRunWidth; c += 16) {
-    philox_piece<16>(first + static_cast<uint32_t>(c), seed, words);
-    for (int s = 0; s < 8; ++s)
-      for (int i = 0; i < 16; ++i)
-        draws[s * kRunWidth + c + i] = static_cast<uint16_t>(words[s / 2][i] >> (s % 2 * 16));
-  }
-}
-
 }  // namespace memtrain
 
-MT_EXPORT void mt_floats_round(const void* x, void* out, int64_t* count, const int64_t* numbers,
-                               int64_t n, int64_t type, int64_t seed, int64_t threads) {
+MT_EXPORT void mt_floats_round(const memtrain::RoundCall* call) {
   using namespace memtrain;
-  const FloatForm f = form_of(numbers);
+  const RoundCall c = *call;
+  const FloatForm f = form_of(c.form);
   std::atomic<int64_t> overflows{0};
-  parallel_for((n + kRun - 1) / kRun, 32, threads, [&](int64_t begin, int64_t end) {
+  parallel_for((c.n + kRun - 1) / kRun, 32, c.threads, [&](int64_t begin, int64_t end) {
     float in[kRun];
     uint32_t copy[kRun];
     int32_t results[kRun];
     uint16_t draws[kRun];
     int64_t here = 0;
     for (int64_t b = begin; b < end; ++b) {
-      const int64_t from = b * kRun, size = std::min(kRun, n - from);
+      const int64_t from = b * kRun, size = std::min(kRun, c.n - from);
       if (f.rounding == kStochastic)
-        draw_run(static_cast<uint32_t>(b * kRunWidth), static_cast<uint64_t>(seed), draws);
-      const bool whole = type == kFloat32;
+        draw_block(b, static_cast<uint64_t>(c.seed), draws);
+      const bool whole = c.type == kFloat32;
       if (!whole) {
-        read_floats(x, type, from, size, in);
+        read_floats(c.x, c.type, from, size, in);
         std::memcpy(copy, in, size * 4);
       }
-      const uint32_t* bits = whole ? static_cast<const uint32_t*>(x) + from : copy;
-      int32_t* to = whole ? static_cast<int32_t*>(out) + from : results;
+      const uint32_t* bits = whole ? static_cast<const uint32_t*>(c.x) + from : copy;
+      int32_t* to = whole ? static_cast<int32_t*>(c.out) + from : results;
       here += round_any(bits, draws, static_cast<int32_t>(size), f, to);
       if (!whole) {
         std::memcpy(in, results, size * 4);
-        write_floats(out, type, from, size, in);
+        write_floats(c.out, c.type, from, size, in);
       }
     }
     overflows += here;
   });
-  *count = overflows;
+  *c.count = overflows;
 }

@@ -135,7 +135,7 @@ MT_EXPORT void mt_group_dequantize(const memtrain::Job* job) {
 #else
 
 #include "packing/slices.h"
-#include "philox_lanes.h"
+#include "random/philox.h"
 
 // `count` elements from number `first` on.
 inline void read(const Job& job, int64_t first, int64_t count, float* to) {

@@ -9,15 +9,18 @@ namespace memtrain {
 
 constexpr int64_t kLanes = 32, kTile = 4096;
 
+// Arguments, in the order of `_norm` in norm.py.
 struct Norm {
   const void* x;
+  int64_t bf16;
   const float *weight, *bias;
   void* y;
   float* rstd;
-  bool bf16, centred, narrow;
   int64_t rows, size;
-  float eps;
+  double eps;
+  int64_t centred, narrow;
   Quantizer to;
+  int64_t threads;
 };
 
 MT_INLINE float halves(float* lanes) {
@@ -54,7 +57,7 @@ MT_INLINE void normalise(const Norm& job, int64_t row, float* hat) {
   const float* x = job.bf16 ? hat : static_cast<const float*>(job.x) + at;
   const float size = static_cast<float>(n);
   const float mean = job.centred ? sum<false>(x, n, 0.0f) / size : 0.0f;
-  const float rstd = 1.0f / std::sqrt(sum<true>(x, n, mean) / size + job.eps);
+  const float rstd = 1.0f / std::sqrt(sum<true>(x, n, mean) / size + static_cast<float>(job.eps));
   job.rstd[row] = rstd;
   if (job.bf16)  // in place, which the compiler must know
     for (int64_t i = 0; i < n; ++i) hat[i] = (hat[i] - mean) * rstd;
@@ -86,23 +89,17 @@ MT_CLONES static void norm_range(const Norm& job, int64_t begin, int64_t end, in
 
 }  // namespace memtrain
 
-MT_EXPORT void mt_norm_quantize(const void* x, int64_t bf16, const float* weight,
-                                const float* bias, void* y, float* rstd, uint8_t* codes,
-                                void* bounds, int64_t wide, int64_t rows, int64_t size, float eps,
-                                int64_t centred, int64_t narrow, int64_t bits, int64_t group_size,
-                                int64_t seed, int64_t stochastic, int64_t threads) {
-  const memtrain::Norm job{x, weight, bias, y, rstd, bf16 != 0, centred != 0, narrow != 0,
-                           rows, size, eps,
-                           {codes, bounds, wide, bits, group_size, seed, stochastic}};
+MT_EXPORT void mt_norm_quantize(const memtrain::Norm* call) {
+  const memtrain::Norm job = *call;
   // An even number of rows: two groups share their draws.
-  const int64_t tile = std::max<int64_t>(memtrain::kTile / size / 2 * 2, 2);
-  const int64_t tiles = (rows + tile - 1) / tile;
+  const int64_t tile = std::max<int64_t>(memtrain::kTile / job.size / 2 * 2, 2);
+  const int64_t tiles = (job.rows + tile - 1) / tile;
   memtrain::parallel_for(
-      tiles, std::max<int64_t>(32768 / (tile * size), 1), threads,
+      tiles, std::max<int64_t>(32768 / (tile * job.size), 1), job.threads,
       [&](int64_t begin, int64_t end) {
-        std::vector<float> hat(tile * size + 16);
-        memtrain::Scratch scratch(group_size);
-        memtrain::norm_range(job, begin * tile, std::min(end * tile, rows), tile, hat.data(),
+        std::vector<float> hat(tile * job.size + 16);
+        memtrain::Scratch scratch(job.to.size);
+        memtrain::norm_range(job, begin * tile, std::min(end * tile, job.rows), tile, hat.data(),
                              scratch);
       });
 }

@@ -26,10 +26,9 @@ MT_EXPORT void mt_pack_codes(const memtrain::Packing* call) {
   });
 }
 
-MT_EXPORT void mt_unpack_codes(const uint8_t* in, uint8_t* out, int64_t n, int64_t bits,
-                               int64_t threads) {
-  const memtrain::Packing c{in, out, n, bits, threads};
-  memtrain::parallel_for((n + 255) / 256, 1024, threads, [&c](int64_t begin, int64_t end) {
+MT_EXPORT void mt_unpack_codes(const memtrain::Packing* call) {
+  const memtrain::Packing c = *call;
+  memtrain::parallel_for((c.n + 255) / 256, 1024, c.threads, [&c](int64_t begin, int64_t end) {
     MT_DISPATCH(unpack(c, begin, end));
   });
 }

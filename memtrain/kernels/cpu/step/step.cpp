@@ -155,14 +155,26 @@ static void work(std::vector<StepTask>& tasks, const std::vector<Item>& items,
 
 }  // namespace memtrain
 
+struct CountCall {
+  const int64_t* counters;
+  float* counts;
+  int64_t n;
+};
+
 // Adds a step to each of n counters, float32, and copies them.
-MT_EXPORT void mt_count_step(const int64_t* counters, float* counts, int64_t n, int64_t) {
-  for (int64_t i = 0; i < n; ++i) counts[i] = *reinterpret_cast<float*>(counters[i]) += 1;
+MT_EXPORT void mt_count_step(const CountCall* call) {
+  for (int64_t i = 0; i < call->n; ++i)
+    call->counts[i] = *reinterpret_cast<float*>(call->counters[i]) += 1;
 }
 
-// `table`: int64 [n, 32], see Row.
-MT_EXPORT void mt_step(const int64_t* table, int64_t n, int64_t threads) {
+struct StepCall {
+  const int64_t* table;  // int64 [n, 32], see Row
+  int64_t n, threads;
+};
+
+MT_EXPORT void mt_step(const StepCall* call) {
   using namespace memtrain;
+  const auto [table, n, threads] = *call;
   std::vector<StepTask> tasks(n);
   std::vector<int64_t> offset(n + 1, 0);
   int64_t elements = 0;

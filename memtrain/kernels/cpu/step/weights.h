@@ -2,11 +2,10 @@
 #pragma once
 
 #include "floats/runs.h"
-#include "philox.h"
+#include "random/draws.h"
 
 namespace memtrain {
 
-constexpr int64_t kDrawn = 1024;  // elements that share their Philox counters: BLOCK of rounding.py
 constexpr uint32_t kInf = 0x7F800000u, kMagnitude = 0x7FFFFFFFu;
 
 // How the master of a weight is kept; the order is that of `MasterWeight.fields` in kernels/step/split.py.
@@ -100,25 +99,13 @@ struct Draws {
   uint16_t bits[kDrawn];
 };
 
-MT_CLONES static void draw_bits(int64_t block, uint64_t seed, Draws& draws) {
-  constexpr int64_t kWidth = kDrawn / 8;
-  uint32_t words[4][16];
-  draws.block = block;
-  for (int64_t c = 0; c < kWidth; c += 16) {
-    philox_piece<16>(static_cast<uint32_t>(block * kWidth + c), seed, words);
-    for (int s = 0; s < 8; ++s)
-      for (int i = 0; i < 16; ++i)
-        draws.bits[s * kWidth + c + i] = static_cast<uint16_t>(words[s / 2][i] >> (s % 2 * 16));
-  }
-}
-
 // A run that crosses no multiple of kDrawn.
 [[maybe_unused]] MT_CLONES static void write_weights(void* x, int64_t type, const MasterWeight& master, int64_t from,
                                     int64_t n, const float* in, Draws& draws) {
   uint16_t* weight = static_cast<uint16_t*>(x) + from;
   if (master.stochastic) {
     if (draws.block != from / kDrawn)
-      draw_bits(from / kDrawn, static_cast<uint64_t>(master.seed), draws);
+      draw_block(draws.block = from / kDrawn, static_cast<uint64_t>(master.seed), draws.bits);
     const uint16_t* draw = draws.bits + from % kDrawn;
     for (int64_t i = 0; i < n; ++i)
       split_one<int8_t, 0, true>(bits_of(in[i]), draw[i], weight + i, nullptr);
