@@ -7,7 +7,7 @@ from memtrain.config.sources import options
 pytest.importorskip("transformers")
 families = pytest.importorskip("benchmarks.families")
 
-ADAPTIVE = ("actnn_l3", "actnn_l3_1", "actnn_l4")  # statistics are alive, too
+ADAPTIVE = ("actnn_l3", "actnn_l4")  # statistics are alive, too
 PRESETS = [name for name in options("preset") if name not in ADAPTIVE]
 
 

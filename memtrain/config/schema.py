@@ -65,9 +65,6 @@ class Activations:
     derive_products: bool = False
     """Recompute outputs of SiLU and GELU that have a `group` rule, products, and dropped outputs,
     from what these ops store."""
-    backward_bytes: int | None = None
-    """Limit of the bytes of its input that a convolution's backward decompresses at once, by parts
-    of the batch; empty: the whole batch at once."""
     average_bits: float | None = None
     """Bits per element over all sites with `bits: auto`, 1 to 8."""
     adapt_interval: int = 1000
@@ -81,8 +78,6 @@ class Activations:
 
     def __post_init__(self) -> None:
         at_least("activations.min_elements", self.min_elements, 0)
-        if self.backward_bytes is not None:
-            at_least("activations.backward_bytes", self.backward_bytes, 1)
         at_least("activations.adapt_interval", self.adapt_interval, 1)
         if self.average_bits is not None and not 1 <= self.average_bits <= 8:
             raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")

@@ -99,7 +99,6 @@ class Plan:
             derive_outputs=own.derive_outputs,
             derive_smooth=own.derive_outputs and self.bits is None,  # widths are of each payload
             derive_products=own.derive_products,
-            backward_bytes=own.backward_bytes,
             recompute=tuple(own.recompute),
             recompute_inputs=recompute_inputs(own),
             low=None if self.config.weights == KEEP else parse(self.config.weights).dtype,

@@ -19,8 +19,6 @@ class Options:
         derive_smooth: Whether outputs of SiLU and GELU are recomputed from payloads of their inputs
             with 4 bits or more.
         derive_products: Whether products and dropped outputs are recomputed too.
-        backward_bytes: A convolution's backward decompresses at most so many bytes of its input at
-            once (one sample at least), and works through the batch in pieces. None: all at once.
         recompute: Modules (globs, `@blocks`) that keep their inputs only, and run again in the
             backward.
         recompute_inputs: The compressor of those inputs where they require a gradient; a reason to
@@ -33,7 +31,6 @@ class Options:
     derive_outputs: bool = True
     derive_smooth: bool = False
     derive_products: bool = False
-    backward_bytes: int | None = None
     recompute: tuple[str, ...] = ()
     recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT
     low: torch.dtype | None = None

@@ -17,7 +17,7 @@ from torch.overrides import (
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
-from memtrain.activations.ops import conv, cross_entropy, dropout, nonlinear, pool
+from memtrain.activations.ops import cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.aliases import callables
@@ -183,9 +183,6 @@ class Replacements:
                 return None
         if type(function) is Registered:
             return nonlinear.recognise_registered(function, args)
-        if self.options.backward_bytes is not None and function in _CONVOLUTIONS:
-            name = _CONVOLUTIONS[function]
-            return conv.recognise(name, args, kwargs, self.options.backward_bytes)
         return None
 
     def compressor(self, call: Call) -> Compressor | None:
@@ -224,7 +221,3 @@ class Replacements:
 
 REPLACED: Mapping[Any, tuple[Recognise, str]] = dict(_replaced())
 """Torch function -> what recognises its calls, and the name of its form."""
-
-_CONVOLUTIONS = {
-    function: name for name in conv.NAMES for function in callables(name) if not _is_aten(function)
-}

@@ -10,7 +10,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from memtrain.activations.saved.known_ops import KNOWN, OWN, KnownOp
+from memtrain.activations.saved.known_ops import OWN
 
 _EXCEPTION = (
     "keep such ops by activations.exceptions="
@@ -24,7 +24,6 @@ def autograd_function(
     *,
     tensors: int = 1,
     twice: bool = False,
-    known: KnownOp | None = None,
 ) -> Callable[..., Any]:
     """Create an autograd Function from two functions; return its `apply` without Python overhead.
 
@@ -40,7 +39,6 @@ def autograd_function(
             `create_graph=True`: what was saved is no function of x. (torch's `once_differentiable`
             raises only where a gradient that comes in requires one; else it leaves the second
             derivative through x out without a word.)
-        known: What its saved tensors are, if they are no payloads yet.
 
     Returns:
         A callable of forward's arguments after `ctx`, by position.
@@ -81,11 +79,7 @@ def autograd_function(
     name = forward.__name__.removesuffix("_forward").title().replace("_", "")
     methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
     function = cast("type[Function]", type(name, (Function,), methods))
-    node = cast(Any, function)._backward_cls
-    if known is None:
-        OWN.add(node)
-    else:
-        KNOWN[node] = known
+    OWN.add(cast(Any, function)._backward_cls)
     in_cpp = cast(Any, super(Function, function)).apply
 
     def apply(x: Tensor, *others: Any) -> Any:
