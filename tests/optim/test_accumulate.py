@@ -87,12 +87,6 @@ def test_training_follows_exact_accumulation():
     assert losses[-1] < 0.3 * losses[0]
 
 
-def test_one_pass_is_the_plain_release():
-    one, other = make(), make()
-    expected = train(one, ReleaseGradients(adamw(one)), 1)
-    assert train(other, ReleaseGradients(adamw(other), accumulate=1), 1) == expected
-
-
 def test_sums_take_a_byte_an_element():
     weight = nn.Parameter(torch.zeros(256, 1000))
     optimizer = sgd([weight], accumulate=2)

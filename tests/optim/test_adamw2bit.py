@@ -1,7 +1,6 @@
 """AdamW with a first moment of 2 bits: bytes, checkpoints, refusals, all of memtrain at once."""
 
 import copy
-import io
 
 import pytest
 import torch
@@ -24,8 +23,8 @@ def train(net, optimizer, steps=3, seed=1):
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         optimizer.zero_grad()
-        x = torch.randn(16, 64, generator=generator)
-        loss = (net(x) - x).square().mean()
+        x = torch.randn(16, 64, generator=generator).to(net[0].weight.dtype)
+        loss = (net(x) - x).float().square().mean()
         loss.backward()
         optimizer.step()
     return loss.item()
@@ -87,23 +86,6 @@ def test_steady_gradients_do_not_run_away():
     assert (weight + 50 * sign).abs().max() < 1
 
 
-def test_a_resumed_run_goes_on_bit_for_bit():
-    net = model()
-    optimizer = AdamW4bit(net.parameters(), lr=1e-2, **OPTIONS)
-    train(net, optimizer)
-    buffer = io.BytesIO()
-    torch.save((net.state_dict(), optimizer.state_dict()), buffer)
-    buffer.seek(0)
-    weights, states = torch.load(buffer, weights_only=True)
-    other = model()
-    other.load_state_dict(weights)
-    resumed = AdamW4bit(other.parameters(), lr=1e-2, **OPTIONS)
-    resumed.load_state_dict(states)
-    assert train(net, optimizer, seed=2) == train(other, resumed, seed=2)
-    for a, b in zip(net.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 def test_plain_checkpoints_both_ways():
     net = model()
     optimizer = AdamW4bit(net.parameters(), lr=1e-2, **OPTIONS)
@@ -150,19 +132,7 @@ def test_momentum_takes_4_bits_where_no_second_moment_goes_with_it():
 @pytest.mark.parametrize("released", [False, True])
 def test_with_stochastically_rounded_weights_and_released_gradients(released):
     config = [*CONFIG, "weights=bf16+sr", *(["gradients=release"] if released else [])]
-    torch.manual_seed(0)
-    net = nn.Sequential(nn.Linear(64, 256), nn.Tanh(), nn.Linear(256, 64))
+    net = model()
     net, optimizer = memtrain.wrap(net, torch.optim.AdamW(net.parameters(), lr=1e-2), config)
-    first = train_bf16(net, optimizer, 1)
-    assert train_bf16(net, optimizer, 60) < 0.6 * first
-
-
-def train_bf16(net, optimizer, steps):
-    generator = torch.Generator().manual_seed(1)
-    for _ in range(steps):
-        optimizer.zero_grad()
-        x = torch.randn(16, 64, generator=generator).bfloat16()
-        loss = (net(x) - x).float().square().mean()
-        loss.backward()
-        optimizer.step()
-    return loss.item()
+    first = train(net, optimizer, 1)
+    assert train(net, optimizer, 60) < 0.6 * first

@@ -29,6 +29,7 @@ from memtrain.optim import (
     describe,
     portable_state_dict,
 )
+from tests.equality import equal
 
 PLAIN = {
     AdamW4bit: torch.optim.AdamW,
@@ -86,16 +87,6 @@ def step(optimizer, grads):
     optimizer.step()
 
 
-def same(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(same(a[k], b[k]) for k in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(same, a, b))
-    return a == b
-
-
 @pytest.mark.parametrize(
     "kind",
     [
@@ -118,8 +109,8 @@ def test_another_process_goes_on_bit_for_bit(kind, tmp_path):
     for each in grads:
         step(optimizer, each)
     theirs = torch.load(end, weights_only=True)
-    assert same([p.detach() for p in params], theirs["params"])
-    assert same(optimizer.state_dict(), theirs["optimizer"])
+    assert equal([p.detach() for p in params], theirs["params"])
+    assert equal(optimizer.state_dict(), theirs["optimizer"])
 
 
 @pytest.mark.parametrize("kind", PLAIN)
@@ -127,7 +118,7 @@ def test_the_plain_optimizer_loads_a_portable_one_and_steps_the_same(kind):
     params, optimizer = trained(kind)
     before = copy.deepcopy(optimizer.state_dict())
     saved = portable_state_dict(optimizer)
-    assert same(optimizer.state_dict(), before)
+    assert equal(optimizer.state_dict(), before)
     twins = [nn.Parameter(p.detach().double()) for p in params]
     plain = PLAIN[kind](twins)
     plain.load_state_dict(copy.deepcopy(saved))
@@ -280,16 +271,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(kind, spoil):
     spoil(saved)
     with pytest.raises(ValueError, match=r"allowed: 1|lack|holds|has shape|doesn't match"):
         optimizer.load_state_dict(saved)
-    assert same(optimizer.state_dict(), before)
-
-
-def test_a_truncated_file_is_refused(tmp_path):
-    _, optimizer = trained(AdamW4bit)
-    path = tmp_path / "state.pt"
-    torch.save(optimizer.state_dict(), path)
-    path.write_bytes(path.read_bytes()[:-500])
-    with pytest.raises((RuntimeError, OSError)):
-        optimizer.load_state_dict(torch.load(path, weights_only=True))
+    assert equal(optimizer.state_dict(), before)
 
 
 @pytest.mark.parametrize("fused", [True, False])
@@ -327,14 +309,14 @@ def test_payloads_are_not_cast_to_their_parameter_on_the_way(dtype, monkeypatch)
     monkeypatch.setattr(torch.optim.Optimizer, "_process_value_according_to_param_policy", spy)
     optimizer.load_state_dict(saved)
     assert sum(x.numel() for x in held) == 1  # the counter of steps
-    assert same(optimizer.state_dict(), saved)
+    assert equal(optimizer.state_dict(), saved)
 
 
 OTHER_SHAPES = [(96, 81), (1, 80), (96, 1), (7681,)]
 
 
 @pytest.mark.parametrize("shape", OTHER_SHAPES, ids=str)
-@pytest.mark.parametrize("kind", ["Adafactor", "Rprop", "NAdam"])
+@pytest.mark.parametrize("kind", ["Adafactor", "Rprop", "NAdam", "AdamW"])
 def test_states_of_another_shape_are_refused_before_anything_is_read(kind, shape):
     def trained(weight):
         optimizer = compress(getattr(torch.optim, kind)([weight], lr=1e-2))
@@ -348,14 +330,14 @@ def test_states_of_another_shape_are_refused_before_anything_is_read(kind, shape
     before = copy.deepcopy(target.state_dict())
     with pytest.raises(ValueError, match="shape"):
         target.load_state_dict(optimizer.state_dict())
-    assert same(target.state_dict(), before)
+    assert equal(target.state_dict(), before)
 
     weight.data = torch.ones(shape)
     weight.grad = torch.randn_like(weight)
     before = copy.deepcopy(optimizer.state_dict())
     with pytest.raises(ValueError, match=r"shape|size"):
         optimizer.step()
-    assert same(optimizer.state_dict(), before)
+    assert equal(optimizer.state_dict(), before)
     assert torch.equal(weight, torch.ones(shape))
 
 
@@ -398,7 +380,7 @@ def test_a_plain_optimizer_refuses_compressed_states_at_load(name, cfg):
             plain.load_state_dict(given)
     plain.load_state_dict(portable_state_dict(optimizer))
     optimizer.load_state_dict(saved)
-    assert same(optimizer.state_dict(), saved)
+    assert equal(optimizer.state_dict(), saved)
 
 
 def test_a_plain_optimizer_loads_states_that_are_not_compressed():

@@ -19,6 +19,7 @@ from memtrain.optim.wrappers.host_copies import CudaCopies
 from memtrain.optim.wrappers.host_parameters import check_whole
 from memtrain.optim.wrappers.host_states import HostStates
 from tests.compressors import test_host
+from tests.equality import differences
 
 ON_HOST = ["optim.device=cpu"]
 EXACT = ["optim.device=cpu", "release.clip=global_norm"]
@@ -87,24 +88,7 @@ def assert_same(one, other):
     for ours, theirs in zip(one[0].parameters(), other[0].parameters(), strict=True):
         assert ours.dtype == theirs.dtype
         assert torch.equal(ours, theirs)
-    assert_equal(one[1].state_dict(), other[1].state_dict())
-
-
-def assert_equal(one, other):
-    assert type(one) is type(other)
-    if isinstance(one, torch.Tensor):
-        assert one.dtype == other.dtype
-        assert torch.equal(one, other)
-    elif isinstance(one, dict):
-        assert one.keys() == other.keys()
-        for name in one:
-            assert_equal(one[name], other[name])
-    elif isinstance(one, list | tuple):
-        assert len(one) == len(other)
-        for ours, theirs in zip(one, other, strict=True):
-            assert_equal(ours, theirs)
-    else:
-        assert one == other
+    assert differences(one[1].state_dict(), other[1].state_dict()) == []
 
 
 def released(*more):
@@ -160,7 +144,7 @@ def test_clipping_by_the_global_norm_is_exact():
     (loss_of(model, batch(0)) * float("inf")).backward()
     optimizer.step()
     assert optimizer.skipped == 1
-    assert_equal([list(model.parameters()), optimizer.state_dict()["state"]], before)
+    assert differences([list(model.parameters()), optimizer.state_dict()["state"]], before) == []
 
 
 @pytest.mark.parametrize("clip", ["none", "parameter"])
@@ -234,7 +218,7 @@ def test_a_checkpoint_of_one_place_resumes_in_the_other(cfg):
     train(*here, range(3))
     train(*there, range(3))
     files = saved(*here), saved(*there)
-    assert_equal(*files)
+    assert differences(*files) == []
     train(*here, range(3, 5))
     for own in (cfg, [*cfg, *ON_HOST]):
         again = resumed(files[0], own)
@@ -289,7 +273,7 @@ def test_weights_that_something_else_writes_are_fetched():
     cfg = released("weights=bf16+16")
     here, there = written(cfg), written([*cfg, *ON_HOST])
     assert_same(there[0], here[0])
-    assert_equal(there[1], here[1])
+    assert differences(there[1], here[1]) == []
     assert torch.equal(there[1]["last.weight"], make().last.weight)
 
 

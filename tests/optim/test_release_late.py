@@ -15,6 +15,7 @@ from memtrain.optim.fused.sgd import SGD4bit
 from memtrain.optim.wrappers import gradient_norms
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import SplitWeights
+from tests.equality import differences
 
 INNER = {
     "block": lambda p: AdamW4bit(p, lr=1e-2, min_elements=0, second="B128/Linear"),
@@ -90,16 +91,6 @@ def reported(model, optimizer):
     return found, [*model.parameters()], states
 
 
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[name], b[name]) for name in a)
-    if isinstance(a, list):
-        return all(equal(x, y) for x, y in zip(a, b, strict=True))
-    return a == b
-
-
 @pytest.fixture
 def counts(monkeypatch):
     """Counters of steps lie on the host, so what they say is no wait: they are read elsewhere."""
@@ -134,7 +125,7 @@ def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, c
         train(*theirs, before, bad)
         monkeypatch.setattr(gradient_norms, "stays_pending", lambda norm: True)
         train(*ours, reads, bad)
-    assert equal([*reported(*ours)], [*reported(*theirs)])
+    assert differences(reported(*ours), reported(*theirs)) == []
     closed = options == "two_pass"
     assert before.found["backward"] >= 9  # one a parameter
     assert ours[1].skipped == (2 if bad else 0)

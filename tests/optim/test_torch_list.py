@@ -104,16 +104,6 @@ def test_profilers_find_its_steps_by_name(name):
 
 
 @fused
-def test_a_learning_rate_of_several_elements_is_refused(name):
-    param = parameter(80, 80)
-    with pytest.raises(ValueError, match="Tensor lr must be 1-element"):
-        make(name, [param], lr=torch.tensor([0.1, 0.2]))
-    optimizer = make(name, [param], lr=torch.tensor([0.1]))
-    other = twin(param)
-    step_equally((param, optimizer), (other, make(name, [other], lr=float(torch.tensor(0.1)))))
-
-
-@fused
 @pytest.mark.parametrize(
     ("option", "value", "match"),
     [

@@ -11,6 +11,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from memtrain import optim
 from memtrain.optim.states.checkpoint_options import CORRECTION
 from memtrain.optim.states.layout import Choice
+from tests.equality import equal
 
 FIRSTS = ("B128/DE", "B128/DE+SR", "B256/DE8", "identity")
 SECONDS = ("Rank-1/Linear", "B128/Linear", "factored", "B128/DE-0+SR", "identity")
@@ -65,16 +66,6 @@ def trained(model, optimizer, steps):
 def held(model, optimizer):
     """All that a run holds: weights, states and counters, copied."""
     return copy.deepcopy([model.state_dict(), optimizer.state_dict()])
-
-
-def equal(a, b):
-    if isinstance(a, torch.Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, dict):
-        return a.keys() == b.keys() and all(equal(a[key], b[key]) for key in a)
-    if isinstance(a, list | tuple):
-        return len(a) == len(b) and all(map(equal, a, b))
-    return a == b
 
 
 @pytest.mark.each_value
