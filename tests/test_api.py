@@ -124,16 +124,6 @@ def test_wrap_in_the_middle_of_a_run_carries_the_state_over():
     assert train(plain, plain_optimizer, 5) == train(model, optimizer, 5)
 
 
-def test_a_scheduler_made_before_wrap_keeps_working():
-    model = make()
-    original = torch.optim.AdamW(model.parameters(), lr=1.0)
-    scheduler = torch.optim.lr_scheduler.StepLR(original, 1, gamma=0.5)
-    model, optimizer = memtrain.wrap(model, original, "balanced")
-    train(model, optimizer, 1)
-    scheduler.step()
-    assert optimizer.param_groups[0]["lr"] == 0.5
-
-
 def test_the_plan_is_completed_at_the_first_forward_and_lists_everything():
     model = make()
     model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
@@ -281,7 +271,7 @@ def test_unwrap_refuses_the_old_optimizer_before_it_changes_anything():
     model = make()
     original = torch.optim.AdamW(model.parameters())
     model, optimizer = memtrain.wrap(model, original)
-    with pytest.raises(ValueError, match="the optimizer that wrap returned"):
+    with pytest.raises(ValueError, match=r"the optimizer that wrap returned, not a plain AdamW"):
         memtrain.unwrap(model, original)
     with pytest.raises(RuntimeError, match="step, save and load the optimizer that"):
         original.step()

@@ -151,12 +151,6 @@ def test_float32_weights_put_in_by_functional_call_take_float32_inputs():
     assert torch.equal(torch.func.functional_call(model, weights, (X,)), plain(X))
 
 
-def test_unwrap_leaves_no_hook():
-    model, optimizer = wrapped()
-    memtrain.unwrap(model, optimizer)
-    assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-
-
 def test_an_average_of_sixteen_bit_weights_warns_and_the_recipe_averages():
     torch.manual_seed(0)
     model = Model(lambda y: y)

@@ -1,7 +1,6 @@
 """Inputs and uses that nobody plans for, through `memtrain.wrap`, with every preset."""
 
 import copy
-import threading
 from functools import partial
 
 import pytest
@@ -13,6 +12,7 @@ import memtrain
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity
+from tests.activations.proof.comparison import in_thread
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l2", "gact4", "patch4x4")
 CORE = PRESETS[:2]  # of every run; the others take minutes together
@@ -202,38 +202,19 @@ def test_autocast(preset, dtype):
 
 
 @every_preset
-def test_two_backwards_through_one_graph_are_equal(preset):
+@pytest.mark.parametrize(
+    "run", [lambda backward, loss: backward(loss), in_thread], ids=["here", "in a thread"]
+)
+def test_two_backwards_through_one_graph_are_equal(preset, run):
     model, _ = wrapped(preset)
     loss = model(images()).square().sum()
     loss.backward(retain_graph=True)
     first = gradients(model)
     model.zero_grad()
-    loss.backward()
+    run(torch.Tensor.backward, loss)
     assert all(torch.equal(a, b) for a, b in zip(first, gradients(model), strict=True))
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
-
-
-@every_preset
-def test_backward_in_another_thread(preset):
-    model, _ = wrapped(preset)
-    loss = model(images()).square().sum()
-    loss.backward(retain_graph=True)
-    here = gradients(model)
-    model.zero_grad()
-    failed = []
-
-    def work():
-        try:
-            loss.backward()
-        except BaseException as error:  # noqa: BLE001 (raised in the main thread)
-            failed.append(error)
-
-    thread = threading.Thread(target=work)
-    thread.start()
-    thread.join()
-    assert failed == []
-    assert all(torch.equal(a, b) for a, b in zip(here, gradients(model), strict=True))
 
 
 @every_preset

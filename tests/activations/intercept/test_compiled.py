@@ -1,13 +1,10 @@
 """Compiled forwards: what their graphs save is compressed, under the same rules, once."""
 
 import copy
-import json
 import operator
-import subprocess
 import sys
 import warnings
 from itertools import combinations
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,25 +15,20 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop
 from torch._dynamo.utils import counters
 from torch._inductor import config as inductor
-from torch._inductor.compile_fx import compile_fx
-from torch.utils.checkpoint import checkpoint
 
 import memtrain
-from benchmarks.families import FAMILIES
 from memtrain.activations.intercept import compiler_internals
-from memtrain.audit.live_storages import storage_nbytes
-from memtrain.compressors import COMPRESSORS, Group, Integers
-from tests.graphs import graph_nodes
-
-# inductor's partition of a graph, run op by op: nothing is generated
-BACKEND = aot_autograd(fw_compiler=boxed_nop, partition_fn=min_cut_rematerialization_partition)
-
-
-def decomposing(graph, inputs):
-    """A backend with inductor's passes too, by which a ReLU's backward is a comparison."""
-
-    return compile_fx(graph, inputs, inner_compile=lambda graph, ins, **_: boxed_nop(graph, ins))
-
+from memtrain.compressors import COMPRESSORS, Group
+from tests.activations.intercept.compiled_nets import (
+    BACKEND,
+    Model,
+    compiled,
+    gradient,
+    held,
+    planned,
+    tokens,
+    wrapped,
+)
 
 # torch's compiler looks at the gradients of what it traces
 pytestmark = [
@@ -45,102 +37,9 @@ pytestmark = [
 ]
 
 
-class Attention(nn.Module):
-    scale: float | None = None
-
-    def __init__(self, width, heads):
-        super().__init__()
-        self.qkv, self.out, self.heads = nn.Linear(width, 3 * width), nn.Linear(width, width), heads
-
-    def forward(self, x):
-        samples, tokens, width = x.shape
-        heads = (samples, tokens, self.heads, width // self.heads)
-        q, k, v = (part.view(heads).transpose(1, 2) for part in self.qkv(x).split(width, 2))
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale)
-        return self.out(y.transpose(1, 2).reshape(samples, tokens, width))
-
-
-class Block(nn.Module):
-    def __init__(self, width=64, heads=4):
-        super().__init__()
-        self.ln1, self.ln2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.attention = Attention(width, heads)
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x):
-        x = x + self.attention(self.ln1(x))
-        return x + self.down(F.gelu(self.up(self.ln2(x))))
-
-
-class Model(nn.Module):
-    def __init__(self, blocks=1, width=64):
-        super().__init__()
-        self.wte = nn.Embedding(50, width)
-        self.h = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.ln, self.head = nn.LayerNorm(width), nn.Linear(width, 50)
-
-    def forward(self, tokens):
-        x = self.wte(tokens)
-        for block in self.h:
-            x = block(x)
-        return self.head(self.ln(x))
-
-
-def tokens(length=64):
-    return torch.randint(0, 50, (2, length))
-
-
-def wrapped(model, cfg="balanced"):
-    return memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
-
-
-def held(output, *others):
-    """Bytes that the output's graph holds, found in its nodes; `others` live without it."""
-    saved = [tensor for node in graph_nodes(output) for tensor in _saved(node)]
-    return storage_nbytes(saved, exclude=[output, *others])
-
-
-def _saved(node):
-    if hasattr(node, "saved_tensors"):
-        return [tensor for tensor in node.saved_tensors if tensor is not None]
-    found = []
-    for name in dir(node):
-        if name.startswith("_raw_saved"):
-            handle = getattr(getattr(node, name), "data", None)
-            entry, content = (getattr(handle, part, None) for part in ("entry", "_content"))
-            if entry is not None:
-                found += entry.packed.tensors.values()
-            elif content is not None:  # copies of a norm's weight and bias
-                found += [x for x in content.args[-1][1:] if x is not None]
-            elif isinstance(handle, torch.Tensor):
-                found.append(handle)
-    return found
-
-
-def planned(model):
-    rows = memtrain.plan_of(model).entries("activation")
-    return sum(row.planned for row in rows), sum(row.nbytes for row in rows)
-
-
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-
-def compiled(model, how):
-    """Compile a wrapped model in one of the ways that users do."""
-    if how == "torch.compile":
-        return torch.compile(model, backend=BACKEND, fullgraph=True)
-    if how == "model.compile":
-        model.compile(backend=BACKEND)
-    elif how == "each block":
-        for block in model.h:
-            block.compile(backend=BACKEND, fullgraph=True)
-    elif how == "a function":
-        return torch.compile(lambda x: model(x), backend=BACKEND, fullgraph=True)
-    return model
-
-
 WAYS = ["torch.compile", "before wrap", "model.compile", "each block", "a function"]
+
+
 quick = {"torch.compile", "each block"}
 
 
@@ -439,230 +338,6 @@ def test_hooks_of_an_op_between_graphs_are_not_compiled():
         torch.compile(model, backend=BACKEND)(torch.randn(64, 64)).sum().backward()
         graphs.append(counters["stats"]["unique_graphs"])
     assert graphs[0] == graphs[1]
-
-
-class Checkpointed(nn.Module):
-    def __init__(self, *reentrant):
-        super().__init__()
-        self.reentrant, self.h = reentrant, nn.ModuleList(Block() for _ in reentrant)
-
-    def forward(self, x):
-        for block, reentrant in zip(self.h, self.reentrant, strict=True):
-            x = checkpoint(block, x, use_reentrant=reentrant)
-        return x
-
-
-@pytest.mark.parametrize(
-    "reentrant", [(False, True), *(pytest.param((r,), marks=pytest.mark.nightly) for r in (0, 1))]
-)
-def test_checkpointing_around_compiled_blocks_recomputes_exactly(reentrant):
-    model, _ = wrapped(Checkpointed(*reentrant))
-    plain, x = Checkpointed(*reentrant), torch.randn(2, 64, 64, requires_grad=True)
-    plain.load_state_dict(model.state_dict())
-    for block in model.h:
-        block.compile(backend=BACKEND)
-    for one in (model, plain):
-        one(x).square().mean().backward()
-    assert torch.equal(gradient(model), gradient(plain))
-
-
-def test_a_compiled_function_that_was_checkpointed_before_is_compressed():
-    model, _ = wrapped(nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 64)))
-    run, x = compiled(model, "a function"), torch.randn(128, 64)
-    checkpoint(run, x, use_reentrant=False)
-    y = run(x)
-    assert 0 < held(y, x, *model.parameters()) == planned(model)[0] < planned(model)[1] / 4
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("compress", [False, True])
-def test_activation_checkpointing_inside_keeps_its_inputs_as_the_plan_says(compress):
-    inputs = {"name": "group", "bits": 8} if compress else "keep"
-    cfg = {"preset": "balanced", "activations": {"recompute_inputs": inputs}}
-    model, _ = wrapped(Checkpointed(False, False), cfg)
-    plain = Checkpointed(False, False)
-    plain.load_state_dict(model.state_dict())
-    x = torch.randn(2, 64, 64, requires_grad=True)
-    for one in (model, plain):
-        y = torch.compile(one, backend=BACKEND)(x)
-        if one is model:
-            rows = memtrain.plan_of(model).entries("activation")
-            names = [row.site for row in rows if row.site.endswith("recompute / input")]
-            assert names == ["h.0.ln1 / recompute / input", "h.1.ln1 / recompute / input"]
-            assert held(y, *model.parameters()) == planned(model)[0]
-        y.square().mean().backward()
-    close = F.cosine_similarity(gradient(model), gradient(plain), dim=0)
-    assert close > 0.999 if compress else torch.equal(gradient(model), gradient(plain))
-
-
-@pytest.mark.nightly
-def test_a_convolutional_network_keeps_masks_exactly_and_what_relus_read_at_eight_bits():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(8, 16, 3, padding=1), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(),
-        nn.Linear(16 * 64, 10),
-    )  # fmt: skip
-    model, _ = wrapped(model)
-    x = torch.randn(8, 3, 16, 16)
-    y = torch.compile(model, backend=BACKEND)(x)
-    assert held(y, x, *model.parameters(), *model.buffers()) == planned(model)[0]
-    rows = {row.site: row for row in memtrain.plan_of(model).entries("activation")}
-    assert rows["0 / conv2d / input"].reason.startswith("the model's own input")
-    assert {row.compressor for site, row in rows.items() if "relu" in site} == {repr(Group(bits=8))}
-    assert rows["6 / dropout / saved"].compressor == "Mask()"
-    y.square().mean().backward()
-
-
-def test_offsets_of_max_pooling_take_the_bits_of_their_window_and_are_exact():
-    model = nn.Sequential(
-        nn.Conv2d(3, 8, 3, padding=1), nn.MaxPool2d(2), nn.Conv2d(8, 8, 3, padding=1),
-        nn.MaxPool2d(3, 2, padding=1, dilation=1, ceil_mode=True), nn.Flatten(),
-        nn.Linear(8 * 25, 10),
-    )  # fmt: skip
-    plain, x = copy.deepcopy(model), torch.randn(8, 3, 16, 16)
-    pooled = {"op": "*max_pool*", "compressor": {"name": "group", "bits": 8}}
-    rules = [pooled, {"op": "*", "compressor": "keep"}]
-    model, _ = wrapped(model, {"activations": {"exceptions": rules}})
-    y = torch.compile(model, backend=decomposing)(x)
-    assert held(y, x, *model.parameters()) == planned(model)[0]
-    rows = {row.site: row for row in memtrain.plan_of(model).entries("activation")}
-    for place, limit, bits, outputs in ((1, 4, 2, 8 * 8 * 64), (3, 9, 4, 8 * 8 * 25)):
-        row = rows[f"{place} / max_pool2d / saved"]
-        blocks = -(-outputs // 256)
-        assert (row.nbytes, row.planned) == (outputs, blocks * 32 * bits)
-        assert row.compressor == repr(Integers(limit=limit))
-    y.square().mean().backward()
-    torch.compile(plain, backend=decomposing)(x).square().mean().backward()
-    assert torch.equal(gradient(model), gradient(plain))
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["cifar_resnet18", "resnet", "vit", "gpt2", "llama"])
-def test_graphs_of_families_hold_no_more_than_their_eager_plans(name):
-    pytest.importorskip("transformers")
-    case, found = FAMILIES[name](), []
-    x, *_ = case.batch.values() if isinstance(case.batch, dict) else case.batch
-    for run in (lambda model: model, lambda model: torch.compile(model, backend=decomposing)):
-        model, _ = wrapped(copy.deepcopy(case.model))
-        y = run(model)(x)
-        now = held(getattr(y, "logits", y), x, *model.parameters(), *model.buffers())
-        found.append(planned(model)[0])
-    eager, compiled = found
-    assert now == compiled <= 1.05 * eager
-
-
-@pytest.mark.nightly
-def test_evaluation_accumulation_and_autocast_change_nothing_that_is_held():
-    model, optimizer = wrapped(Model())
-    run, x, sizes = torch.compile(model, backend=BACKEND), tokens(), set()
-    for _ in range(2):
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16):
-                y = run(x)
-            sizes.add(held(y, x, *model.parameters()))
-            y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        with torch.no_grad():
-            run(x)
-    assert sizes == {planned(model)[0]}
-    assert counters["stats"]["unique_graphs"] == 2
-
-
-@pytest.mark.nightly
-def test_copies_and_pickles_of_a_model_that_was_compiled_train():
-    model, _ = wrapped(Model())
-    x = tokens()
-    torch.compile(model, backend=BACKEND)(x).square().mean().backward()
-    other = copy.deepcopy(model)
-    y = torch.compile(other, backend=BACKEND)(x)
-    assert held(y, x, *other.parameters()) == planned(other)[0]
-
-
-@pytest.mark.nightly
-def test_compiled_autograd_has_the_same_gradients():
-    found = []
-    for use in (False, True):
-        torch.compiler.reset()
-        torch.manual_seed(0)
-        model, _ = wrapped(Model())
-        x = tokens()
-        with torch._dynamo.config.patch(compiled_autograd=use):
-            y = torch.compile(model, backend=BACKEND)(x)
-            assert held(y, x, *model.parameters()) == planned(model)[0]
-            y.square().mean().backward()
-        found.append(gradient(model))
-    assert torch.equal(*found)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", ["torch.compile", "each block"])
-def test_fifty_steps_compile_nothing_again(how):
-    model, optimizer = wrapped(Model(blocks=2))
-    run, x = compiled(model, how), tokens()
-    for step in range(50):
-        for _ in range(2):  # accumulated
-            with torch.autocast("cpu", torch.bfloat16):
-                y = run(x)
-            y.float().square().mean().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        if step == 1:
-            graphs = dict(counters["stats"])
-        if step % 10 == 0:
-            with torch.no_grad():
-                model.eval()(x)
-                run(x)
-            model.train()
-    assert dict(counters["stats"]) == graphs
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("name", ["gpt2", "llama"])
-def test_language_models_of_transformers_hold_what_their_plan_says(name):
-    transformers = pytest.importorskip("transformers")
-    if name == "gpt2":
-        shape = {"n_layer": 2, "n_embd": 128, "n_head": 4, "vocab_size": 500, "n_positions": 64}
-        off = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        ends = {"bos_token_id": 0, "eos_token_id": 0}
-        config = transformers.GPT2Config(**shape, **off, **ends)
-        model = transformers.GPT2LMHeadModel(config)
-    else:
-        shape = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
-        heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 500}
-        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, **heads))
-    plain, x = copy.deepcopy(model.train()), torch.randint(0, 500, (2, 64))
-    plain(input_ids=x).logits.square().mean().backward()
-    model, _ = wrapped(model)
-    y = torch.compile(model, backend=BACKEND)(input_ids=x, use_cache=False).logits
-    now, (expected, whole) = held(y, x, *model.parameters(), *model.buffers()), planned(model)
-    assert now == expected < whole / 4
-    y.square().mean().backward()
-    assert F.cosine_similarity(gradient(model), gradient(plain), dim=0) > 0.98
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_replicas_and_shards_are_compressed(how, tmp_path):
-    script = str(Path(__file__).with_name("compiled_replicas.py"))
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, script, str(rank), str(tmp_path / "group"), how],
-            stdout=subprocess.PIPE,
-        )
-        for rank in range(2)
-    ]
-    found = [json.loads(rank.communicate(timeout=600)[0].splitlines()[-1]) for rank in ranks]
-    result = found[0]
-    assert result["planned"] == found[1]["planned"]
-    assert result["cosine"] > 0.98
-    assert result["graphs"] == 1  # no more of them after the first step
-    assert result["planned"] < result["bytes"] / (4 if how == "ddp" else 2)
-    gathered = "an input of a sharded module's graph: perhaps a gathered weight"
-    assert (gathered in result["kept"]) == (how == "fsdp")
-
-
-# -- what is kept, and reported ----------------------------------------------------------
 
 
 class Valued(Group):

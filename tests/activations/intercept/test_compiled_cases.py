@@ -20,6 +20,7 @@ from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.site import UNKNOWN_READER
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.compressors import Group, Host, Key
+from tests.activations.intercept.compiled_nets import gradient
 from tests.graphs import graph_nodes
 
 BACKEND = "aot_eager_decomp_partition"  # generates no code
@@ -73,10 +74,6 @@ def held(output, *others):
 
 def planned(model):
     return sum(row.planned for row in memtrain.plan_of(model).entries("activation"))
-
-
-def gradient(model):
-    return torch.cat([p.grad.flatten() for p in model.parameters()])
 
 
 def test_cuda_graphs_are_cut_at_the_compressing_op():

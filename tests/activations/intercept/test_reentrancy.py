@@ -18,29 +18,11 @@ from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import suspend_others
 from memtrain.activations.saved import node_tensors
 from memtrain.audit.live_storages import saved_nbytes
-from memtrain.compressors import DerivativeCode, Group, Identity
+from memtrain.compressors import Group
+from tests.activations.intercept.intercepted import identity, intercept, lossy, stack_is_clean
 from tests.activations.replaced import recognise
 
-
-def identity(site):
-    return Identity()
-
-
-def lossy(site):
-    return DerivativeCode(bits=3) if site.op == "gelu" else Group(bits=4)
-
-
 CHOICES = {"identity": identity, "lossy": lossy}
-
-
-def intercept(model, choose=lossy, records=None):
-    on_saved = list.copy if records is None else records.extend
-    options = Options(min_elements=64)
-    Interception(model, choose, options=options, seed=0, on_saved=on_saved).attach()
-
-
-def stack_is_clean():
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is None
 
 
 class Fn(nn.Module):
