@@ -12,9 +12,9 @@ from torch._dynamo.utils import counters
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from memtrain import api
-from memtrain.training import checkpoint
 from memtrain.training.session import Session
 from memtrain.training.settings import compose, from_mapping
+from tests.training.runs import at_step, resumed
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 
@@ -39,30 +39,6 @@ def losses(session):
         return [
             (row["run"], row["split"], row["step"], row["loss"]) for row in csv.DictReader(file)
         ]
-
-
-def broken_off(session, step):
-    """The session of a run that goes on after a step."""
-    run = session._run
-
-    def stopping(name, **options):
-        made = run(name, **options)
-        train_step = made.train_step
-
-        def after():
-            row = train_step()
-            if made.step == step:
-                session.stop()
-            return row
-
-        made.train_step = after
-        return made
-
-    session._run = stopping
-    with pytest.raises(KeyboardInterrupt):
-        session.train()
-    state = checkpoint.read_checkpoint(session.folder)
-    return Session(from_mapping(state["config"]), state=state)
 
 
 @pytest.mark.nightly
@@ -121,10 +97,12 @@ def test_a_compiled_run_goes_on_bit_for_bit(smoke, request, how, preset, backend
     own = [f"compile={how}", f"preset={preset}", "training.runs=[wrapped]", "training.accumulate=2"]
     straight, stopped = (Session(smoke(*own)) for _ in range(2))
     straight.train()
-    resumed = broken_off(stopped, 5)
-    resumed.train()
-    assert losses(resumed) == losses(straight)
-    ends = [torch.load(s.folder / "wrapped_model/model.pt") for s in (straight, resumed)]
+    with at_step(5, stopped.stop), pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    again = resumed(stopped.folder)
+    again.train()
+    assert losses(again) == losses(straight)
+    ends = [torch.load(s.folder / "wrapped_model/model.pt") for s in (straight, again)]
     assert all(map(torch.equal, *(end.values() for end in ends)))
 
 
@@ -147,9 +125,12 @@ def test_a_compiled_transformers_model_is_predicted_and_resumes(tmp_path, op_by_
     reported = screen.getvalue()
     assert "wrapped: promised peak" in reported
     assert "measured" in reported.partition("wrapped: promised peak")[2]
-    resumed = broken_off(Session(from_mapping(compose(given))), 3)
-    resumed.train()
-    assert losses(resumed) == losses(straight)
+    stopped = Session(from_mapping(compose(given)))
+    with at_step(3, stopped.stop), pytest.raises(KeyboardInterrupt):
+        stopped.train()
+    again = resumed(stopped.folder)
+    again.train()
+    assert losses(again) == losses(straight)
     saved = straight.summaries["wrapped"]["bytes"]["saved"]
     run = straight._run("wrapped")
     run.train_step()

@@ -21,9 +21,10 @@ from transformers import (
 
 from memtrain.training import checkpoint, forecast
 from memtrain.training.pretrained import Pretrained
-from memtrain.training.run import Run
 from memtrain.training.session import Session
 from memtrain.training.settings import compose, from_mapping
+from tests.equality import differences
+from tests.training.runs import at_step, killed, resumed
 
 LINES = "".join(f"line {n}: the quick brown fox counts {n * n}\n" for n in range(400))
 SHORT = [
@@ -78,19 +79,8 @@ def made(folders, tmp_path):
     return make
 
 
-def resumed(folder, **training):
-    state = checkpoint.read_checkpoint(folder)
-    return Session(from_mapping(state["config"]), state=state)
-
-
 def weights_of(folder):
     return AutoModelForCausalLM.from_pretrained(folder).state_dict()
-
-
-def same(a, b):
-    assert a.keys() == b.keys()
-    for name, value in a.items():
-        assert torch.equal(value, b[name]), name
 
 
 def losses(session, split="train"):
@@ -109,7 +99,7 @@ def test_a_folder_trains_and_what_is_left_loads(made, folders):
     assert summary["bytes"]["peak"] == pytest.approx(session._forecasts["wrapped"], rel=0.03)
     assert "promised peak" in text.splitlines()[-2]
     model = weights_of(session.folder / "wrapped_model")
-    same(model, checkpoint.read_checkpoint(session.folder)["current"]["model"])
+    assert differences(model, checkpoint.read_checkpoint(session.folder)["current"]["model"]) == []
     tokenizer = AutoTokenizer.from_pretrained(session.folder / "wrapped_model")
     assert (
         tokenizer("the fox")["input_ids"]
@@ -130,28 +120,20 @@ def test_a_folder_trains_and_what_is_left_loads(made, folders):
         ),
     ],
 )
-def test_a_run_that_was_killed_goes_on_bit_for_bit(made, folders, monkeypatch, overrides):
+def test_a_run_that_was_killed_goes_on_bit_for_bit(made, folders, overrides):
     model = f"model=hf:{folders / 'gpt2'}"
     tokens = ["data.tokenizer=bytes"]
     straight = made(model, *tokens, *overrides)
     straight.train()
-    step = Run.train_step
-
-    def die(self):
-        if self.step == 5:
-            raise MemoryError("killed")
-        return step(self)
-
-    killed = made(model, *tokens, *overrides)
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", die)
-        with pytest.raises(MemoryError):
-            killed.train()
-    again = resumed(killed.folder)
+    broken_off = made(model, *tokens, *overrides)
+    with at_step(6, killed), pytest.raises(MemoryError):
+        broken_off.train()
+    again = resumed(broken_off.folder)
     again.train()
     assert losses(again) == losses(straight)
     assert losses(again, "validation") == losses(straight, "validation")
-    same(weights_of(again.folder / "wrapped_model"), weights_of(straight.folder / "wrapped_model"))
+    ends = [weights_of(one.folder / "wrapped_model") for one in (again, straight)]
+    assert differences(*ends) == []
 
 
 def test_microbatches_are_the_batch_up_to_rounding(made, tmp_path):
@@ -364,7 +346,7 @@ def scaled_down(tmp_path):
     return [f"model.path={tmp_path}", "data.sequence=64", *steps]
 
 
-def test_a_scaled_down_llama7b_takes_the_predicted_bytes_and_resumes(tmp_path, monkeypatch):
+def test_a_scaled_down_llama7b_takes_the_predicted_bytes_and_resumes(tmp_path):
     overrides = scaled_down(tmp_path)
     session = llama7b(tmp_path, *overrides)
     summary = session.train()["wrapped"]
@@ -375,19 +357,13 @@ def test_a_scaled_down_llama7b_takes_the_predicted_bytes_and_resumes(tmp_path, m
     wide = [34 * -(-x.numel() // 128) + 8 * sum(x) for x in shapes if len(x) > 1]
     narrow = [8 * x[0] for x in shapes if len(x) == 1]
     assert held["states"] == sum(wide) + sum(narrow) + 4 * len(shapes)
-    step, stopped = Run.train_step, llama7b(tmp_path, *overrides)
-
-    def stop(self):
-        stopped.stop()
-        return step(self)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", stop)
-        with pytest.raises(KeyboardInterrupt):
-            stopped.train()
+    stopped = llama7b(tmp_path, *overrides)
+    with at_step(1, stopped.stop), pytest.raises(KeyboardInterrupt):
+        stopped.train()
     again = resumed(stopped.folder)
     again.train()
-    same(weights_of(session.folder / "wrapped_model"), weights_of(again.folder / "wrapped_model"))
+    ends = [weights_of(one.folder / "wrapped_model") for one in (session, again)]
+    assert differences(*ends) == []
 
 
 @pytest.mark.nightly

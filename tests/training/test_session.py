@@ -14,6 +14,8 @@ from memtrain.training import session as session_module
 from memtrain.training.run import Run
 from memtrain.training.session import Session, new_folder
 from memtrain.training.settings import TrainConfig, from_mapping
+from tests.equality import differences
+from tests.training.runs import at_step, killed, resumed
 
 TIMES = "seconds"
 
@@ -23,45 +25,11 @@ def _rows(folder):
         return [{k: v for k, v in row.items() if k != TIMES} for row in csv.DictReader(file)]
 
 
-def _same(a, b, path=""):
-    """Equal to the last bit, whatever the nesting."""
-    if isinstance(a, torch.Tensor):
-        assert a.dtype == b.dtype, path
-        assert torch.equal(a, b), path
-    elif isinstance(a, dict):
-        assert a.keys() == b.keys(), path
-        for key in a:
-            _same(a[key], b[key], f"{path}.{key}")
-    elif isinstance(a, list | tuple):
-        assert len(a) == len(b), path
-        for index, (x, y) in enumerate(zip(a, b, strict=True)):
-            _same(x, y, f"{path}[{index}]")
-    else:
-        assert a == b, path
-
-
 def _final(folder):
     current = checkpoint.read_checkpoint(folder)["current"]
     # wall time is no part of the state
     current["rows"] = [row[:5] + row[6:] for row in current["rows"]]
     return current
-
-
-def _interrupt(monkeypatch, run_name, step, number=signal.SIGINT):
-    """Sends a real signal during a step."""
-    original = Run.train_step
-
-    def train_step(self):
-        if (self.name, self.step + 1) == (run_name, step):
-            os.kill(os.getpid(), number)
-        return original(self)
-
-    monkeypatch.setattr(Run, "train_step", train_step)
-
-
-def _resume(folder, **output):
-    state = checkpoint.read_checkpoint(folder)
-    return Session(from_mapping(state["config"]), state=state)
 
 
 def test_outputs_of_a_whole_call(smoke):
@@ -93,7 +61,7 @@ def test_outputs_of_a_whole_call(smoke):
     assert "tokens/s" in text
     assert str(folder) in text
     weights = torch.load(folder / "wrapped_model/model.pt", weights_only=True)
-    _same(weights, checkpoint.read_checkpoint(folder)["current"]["model"])
+    assert differences(weights, checkpoint.read_checkpoint(folder)["current"]["model"]) == []
 
 
 def test_a_call_saves_its_config_and_puts_signal_handlers_back(smoke):
@@ -126,64 +94,54 @@ def test_both_runs_see_the_same_start_and_batches(smoke):
         pytest.param("plain", 8, signal.SIGINT, marks=pytest.mark.nightly),
     ],
 )
-def test_interrupted_and_resumed_equals_straight(smoke, monkeypatch, run_name, step, number):
+def test_interrupted_and_resumed_equals_straight(smoke, run_name, step, number):
     overrides = ["model.dropout=0.1", "training.eval_batches=1"]
     straight = Session(smoke(*overrides))
     straight.train()
-    with monkeypatch.context() as patch:
-        _interrupt(patch, run_name, step, number)
-        stopped = Session(smoke(*overrides))
-        with pytest.raises(KeyboardInterrupt, match="memtrain-train resume="):
-            stopped.train()
+    stopped = Session(smoke(*overrides))
+    interrupted = pytest.raises(KeyboardInterrupt, match="memtrain-train resume=")
+    with at_step(step, lambda: os.kill(os.getpid(), number), run_name), interrupted:
+        stopped.train()
     state = checkpoint.read_checkpoint(stopped.folder)
     assert (state["current"]["run"], state["current"]["step"]) == (run_name, step)
     before = {p: p.read_bytes() for p in stopped.folder.rglob("*") if p.is_file()}
     torch.manual_seed(12345)  # what the process did in between plays no part
     torch.rand(10)
-    resumed = _resume(stopped.folder)
-    resumed.train()
-    assert resumed.folder != stopped.folder
+    again = resumed(stopped.folder)
+    again.train()
+    assert again.folder != stopped.folder
     assert before == {p: p.read_bytes() for p in stopped.folder.rglob("*") if p.is_file()}
-    assert _rows(resumed.folder) == _rows(straight.folder)
-    _same(_final(resumed.folder), _final(straight.folder))
+    assert _rows(again.folder) == _rows(straight.folder)
+    assert differences(_final(again.folder), _final(straight.folder)) == []
     for name in ("plain", "wrapped"):
         if (run_name, name) != ("wrapped", "plain"):  # else the first call's folder has it
-            files = [s.folder / f"{name}_model/model.pt" for s in (resumed, straight)]
-            _same(*(torch.load(file, weights_only=True) for file in files))
-        counted = [s.summaries[name]["bytes"] for s in (resumed, straight)]
+            files = [s.folder / f"{name}_model/model.pt" for s in (again, straight)]
+            assert differences(*(torch.load(file, weights_only=True) for file in files)) == []
+        counted = [s.summaries[name]["bytes"] for s in (again, straight)]
         assert counted[0]["states"] == counted[1]["states"]
         assert counted[0]["saved"] == counted[1]["saved"]
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.nightly), "adamw"])
-def test_resume_from_a_periodic_checkpoint_after_a_crash(smoke, monkeypatch, optimizer):
+def test_resume_from_a_periodic_checkpoint_after_a_crash(smoke, optimizer):
     overrides = ["training.runs=[wrapped]", f"optimizer.name={optimizer}"]
     straight = Session(smoke(*overrides))
     straight.train()
-    original = Run.train_step
-
-    def crash(self):
-        if self.step == 5:
-            raise MemoryError("the process died")
-        return original(self)
-
     crashed = Session(smoke(*overrides))
-    with monkeypatch.context() as patch:
-        patch.setattr(Run, "train_step", crash)
-        with pytest.raises(MemoryError):
-            crashed.train()
+    with at_step(6, killed), pytest.raises(MemoryError):
+        crashed.train()
     assert len(_rows(crashed.folder)) == 5 + 2  # metrics up to the crash are there
-    resumed = _resume(crashed.folder)
-    resumed.train()
-    _same(_final(resumed.folder), _final(straight.folder))
+    again = resumed(crashed.folder)
+    again.train()
+    assert differences(_final(again.folder), _final(straight.folder)) == []
 
 
 def test_resuming_a_finished_call_trains_nothing(smoke, monkeypatch):
     session = Session(smoke())
     session.train()
-    resumed = _resume(session.folder)
+    again = resumed(session.folder)
     monkeypatch.setattr(Run, "train_step", lambda self: pytest.fail("trained"))
-    assert resumed.train() == session.summaries
+    assert again.train() == session.summaries
 
 
 def test_freed_pages_are_handed_back_before_a_runs_first_step(smoke, monkeypatch):
@@ -260,5 +218,5 @@ def test_a_disk_that_fills_up_keeps_the_older_checkpoint(smoke, small_files, mon
         session.train()
     small_files(None)
     monkeypatch.undo()
-    again = _resume(session.folder)
+    again = resumed(session.folder)
     assert again.train()["plain"]["steps"] == 8

@@ -234,7 +234,6 @@ def test_an_exception_in_forward_leaves_a_working_model(error):
     intercept(model, lossy, records)
     with pytest.raises(error):
         model(torch.randn(64, 64))
-    assert stack_is_clean()
     assert records == []
     model.broken = False
     model(torch.randn(64, 64)).sum().backward()

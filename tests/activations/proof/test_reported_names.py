@@ -207,6 +207,16 @@ OTHERS = {
     "polygamma": lambda h: torch.polygamma(1, positive(h)),
     "igamma": lambda h: torch.special.gammainc(torch.ones(64, 128), positive(h)),
     "mvlgamma": lambda h: torch.mvlgamma(positive(h) + 2, 2),
+    "normalize": lambda h: F.normalize(h, dim=1),
+    "aminmax": lambda h: torch.cat(torch.aminmax(h, dim=1)),
+    "max": lambda h: h.max() + h.min() + h.median() + h.max(1).values.sum(),
+    "maximum": lambda h: torch.maximum(h, h.roll(1, 0)) + torch.fmin(h, h.roll(1, 1)),
+    "scatter_reduce": lambda h: h.scatter_reduce(1, h.argsort(1) // 4, h, "amax"),
+    "l1_loss": lambda h: F.l1_loss(h, h.roll(1, 0)),
+    "lu_factor": lambda h: torch.linalg.lu_factor(square_matrices(h))[0],
+    "poisson_nll_loss": lambda h: F.poisson_nll_loss(
+        positive(h), torch.ones_like(h), log_input=False
+    ),
     "complex abs": lambda h: torch.view_as_complex(h.view(64, 64, 2)).abs(),
     "complex angle": lambda h: torch.view_as_complex(h.view(64, 64, 2)).angle(),
 }  # fmt: skip
