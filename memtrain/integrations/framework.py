@@ -11,6 +11,16 @@ from memtrain.plan.plan import Plan
 _LOG = logging.getLogger(__name__)
 
 
+def config_of(cfg: Any) -> Config:
+    """Return the config of anything that `memtrain.wrap` takes.
+
+    Example:
+        >>> config_of("all_four").gradients
+        'release'
+    """
+    return cfg.config if isinstance(cfg, Plan) else load(cfg)
+
+
 def passes(accelerator: Any, steps: int) -> int:
     """Return how many backward passes of a step bring gradients to the optimizer.
 
@@ -87,7 +97,7 @@ def for_framework(
         >>> for_framework("balanced", norm=1.0)
         'balanced'
     """
-    config = cfg.config if isinstance(cfg, Plan) else load(cfg)
+    config = config_of(cfg)
     if config.gradients != RELEASE:
         return cfg
     if ddp:

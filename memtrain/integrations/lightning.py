@@ -3,11 +3,10 @@
 from typing import Any
 
 import memtrain
-from memtrain.config.sources import KEEP, load
-from memtrain.integrations.framework import for_framework
+from memtrain.config.sources import KEEP
+from memtrain.integrations.framework import config_of, for_framework
 from memtrain.optim.wrappers.apply import RELEASE
 from memtrain.optim.wrappers.ddp import models_in_ddp
-from memtrain.plan.plan import Plan
 
 
 def memtrain_callback(cfg: Any = None) -> Any:
@@ -43,7 +42,7 @@ class _WrappingCallback:
         _, trainer.strategy.optimizers = memtrain.wrap(pl_module, trainer.optimizers, config)
 
     def _config(self, trainer: Any, pl_module: Any) -> Any:
-        config = self.cfg.config if isinstance(self.cfg, Plan) else load(self.cfg)
+        config = config_of(self.cfg)
         if config.weights != KEEP and trainer.world_size > 1:
             raise ValueError(
                 f"weights={config.weights!r} with {trainer.world_size} processes: the module is in "

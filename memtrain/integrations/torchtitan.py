@@ -38,8 +38,8 @@ def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:
 
             memtrain: Any = None
 
-    own = {field.name: getattr(config, field.name) for field in fields(config)}
-    return MemtrainOptimizers.Config(**own, memtrain=cfg)
+    options = {field.name: getattr(config, field.name) for field in fields(config)}
+    return MemtrainOptimizers.Config(**options, memtrain=cfg)
 
 
 class _WrappingContainer:
@@ -69,29 +69,29 @@ class _WrappingContainer:
             optimizer.load_state_dict(_nested(optimizer.state_dict(), state_dict))
 
 
-def _nested(own: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of the form of `own`, from torchtitan's keys `state.<parameter>.<state>`."""
+def _nested(target: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
+    """A checkpoint of the form of `target`, from torchtitan's keys `state.<parameter>.<state>`."""
     names = dict(
         pair
-        for group in own["param_groups"]
+        for group in target["param_groups"]
         for pair in zip(group["params"], group["param_names"], strict=True)
     )
     groups = []
-    for group in own["param_groups"]:
+    for group in target["param_groups"]:
         first = group["param_names"][0]
         kept = ("params", "param_names")
-        given = {key: flat[f"param_groups.{first}.{key}"] for key in group if key not in kept}
-        groups.append({**group, **given})
+        options = {key: flat[f"param_groups.{first}.{key}"] for key in group if key not in kept}
+        groups.append({**group, **options})
     states = {
         number: _filled(state, f"state.{names[number]}", flat)
-        for number, state in own["state"].items()
+        for number, state in target["state"].items()
     }
-    return {**own, "state": states, "param_groups": groups}
+    return {**target, "state": states, "param_groups": groups}
 
 
-def _filled(own: dict[str, Any], prefix: str, flat: dict[str, Any]) -> dict[str, Any]:
+def _filled(states: dict[str, Any], prefix: str, flat: dict[str, Any]) -> dict[str, Any]:
     found = {}
-    for key, value in own.items():
+    for key, value in states.items():
         name = f"{prefix}.{key}"
         found[key] = _filled(value, name, flat) if isinstance(value, dict) else flat[name]
     return found

@@ -5,13 +5,11 @@ from typing import Any, TypeVar
 from torch.optim import Optimizer
 
 import memtrain
-from memtrain.config.schema import Config
-from memtrain.config.sources import KEEP, load
-from memtrain.integrations.framework import for_framework, passes, uses_ddp
+from memtrain.config.sources import KEEP
+from memtrain.integrations.framework import config_of, for_framework, passes, uses_ddp
 from memtrain.optim.wrappers.host_states import releasing
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import parse
-from memtrain.plan.plan import Plan
 from memtrain.wrapped import is_wrapped_with
 
 T = TypeVar("T")
@@ -66,7 +64,7 @@ class _WrappingTrainer:
         optimizer = super().create_optimizer(*args, **kwargs)  # pyright: ignore
         model = (*args, kwargs.get("model"), self.model)[0] or self.model
         if self._waits_for_shards():
-            weights = _config(self.memtrain_config).weights
+            weights = config_of(self.memtrain_config).weights
             if weights != KEEP:
                 mixed = self.accelerator.mixed_precision
                 if mixed != "no":
@@ -100,7 +98,7 @@ class _WrappingTrainer:
 
     def _waits_for_shards(self) -> bool:
         """Whether FSDP2 is to put in parameters whose weights or gradients are not kept."""
-        config = _config(self.memtrain_config)
+        config = config_of(self.memtrain_config)
         kept = config.weights == KEEP and config.gradients == KEEP
         return not kept and getattr(self.accelerator, "is_fsdp2", False)
 
@@ -120,21 +118,17 @@ class _WrappingTrainer:
         return releasing(optimizer)
 
 
-def _config(cfg: Any) -> Config:
-    return cfg.config if isinstance(cfg, Plan) else load(cfg)
-
-
 def _check(args: Any, cfg: Any) -> None:
-    own = _config(cfg).activations
-    saves = own.rules or own.exceptions or own.sites or own.recompute_inputs != KEEP
+    asked = config_of(cfg).activations
+    saves = asked.rules or asked.exceptions or asked.sites or asked.recompute_inputs != KEEP
     if getattr(args, "activation_offloading", False) and saves:
         raise ValueError(
             "activation_offloading=True: its saved-tensor hooks would take what memtrain "
             "compresses (the innermost hooks win); allowed: False, or a config with "
             "activations=none"
         )
-    if getattr(args, "gradient_checkpointing", False) and own.recompute:
+    if getattr(args, "gradient_checkpointing", False) and asked.recompute:
         raise ValueError(
             "gradient_checkpointing=True with a config that recomputes layers itself "
-            f"(activations.recompute={list(own.recompute)}); allowed: False"
+            f"(activations.recompute={list(asked.recompute)}); allowed: False"
         )

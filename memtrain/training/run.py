@@ -85,20 +85,20 @@ class Run:
         self._adapter: GactAdapter | None = None
         model = build_model(config.model, config.seed).to(self.device)
         optimizer = build_optimizer(config.optimizer, model)
-        own = self._memtrain_config() if name == "wrapped" else None
+        cfg = self._memtrain_config() if name == "wrapped" else None
         self._compile(model)
-        self.fit = (fit or self._fit(model, optimizer, own)) if own is not None else None
+        self.fit = (fit or self._fit(model, optimizer, cfg)) if cfg is not None else None
         """The plan for a budget."""
-        own = own if self.fit is None else self.fit.plan.config
+        cfg = cfg if self.fit is None else self.fit.plan.config
         self.forecast: Moment | None = None
         """The predicted moment when most is alive in a step on the longest batch."""
         self.unpredictable = ""
         """Why there is no prediction."""
         if predict or self.fit is not None:
-            self._predict(model, optimizer, own)
-        if own is not None:
-            model, optimizer = api.wrap(model, optimizer, own)
-            self._adapt(model, own)
+            self._predict(model, optimizer, cfg)
+        if cfg is not None:
+            model, optimizer = api.wrap(model, optimizer, cfg)
+            self._adapt(model, cfg)
         self.model: nn.Module = model
         self.optimizer: torch.optim.Optimizer = optimizer
         self.step = 0
@@ -234,17 +234,17 @@ class Run:
     def _memtrain_config(self) -> base.Config:
         """Return memtrain's config, with the run's clipping and accumulation in it."""
         training = self.config.training
-        own = base.from_mapping(OmegaConf.create(asdict(self.config)))
+        cfg = base.from_mapping(OmegaConf.create(asdict(self.config)))
         if self.config.compile != "false":
-            _check_compiled(self.config.compile, own)
-        released = own.gradients == "release"
+            _check_compiled(self.config.compile, cfg)
+        released = cfg.gradients == "release"
         released |= self.config.budget is not None and "release" in self.config.planner.allow
-        if released and own.release.clip == "none" and training.clip:
+        if released and cfg.release.clip == "none" and training.clip:
             # released gradients are gone after the backward: they are clipped within it
-            own.release = replace(own.release, clip=by_norm(own), limit=training.clip)
-        if released and own.release.accumulate == 1:
-            own.release = replace(own.release, accumulate=training.accumulate)
-        return own
+            cfg.release = replace(cfg.release, clip=by_norm(cfg), limit=training.clip)
+        if released and cfg.release.accumulate == 1:
+            cfg.release = replace(cfg.release, accumulate=training.accumulate)
+        return cfg
 
     def _compile(self, model: nn.Module) -> None:
         """Compile a model as the config says, before it is wrapped."""
@@ -255,7 +255,7 @@ class Run:
             # which differ in a resumed run.
             compile_in_place(model, how, dynamic=self.source.ragged)
 
-    def _adapt(self, model: nn.Module, own: base.Config) -> None:
+    def _adapt(self, model: nn.Module, cfg: base.Config) -> None:
         """Prepare to adapt automatic widths of bits.
 
         Raises:
@@ -269,21 +269,21 @@ class Run:
                 "keeps the widths that it was compiled with; allowed: compile=false, or numbers of "
                 "bits"
             )
-        if own.activations.sensitivity == "passes":
+        if cfg.activations.sensitivity == "passes":
             self._adapter = api.adapter(model)
 
     def _fit(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, own: base.Config
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, cfg: base.Config
     ) -> Fit | None:
         """Return the plan whose peak fits the budget; None without a budget."""
         if self.config.budget is None:
             return None
         budget = parse_size(self.config.budget, "budget")
         goal = self.config.planner.goal(self._step_options())
-        return forecast.fit_budget(model, optimizer, self.longest(), own, goal, budget)
+        return forecast.fit_budget(model, optimizer, self.longest(), cfg, goal, budget)
 
     def _predict(
-        self, model: nn.Module, optimizer: torch.optim.Optimizer, own: base.Config | None
+        self, model: nn.Module, optimizer: torch.optim.Optimizer, cfg: base.Config | None
     ) -> None:
         if self.fit is not None:
             sums = forecast.accumulated_bytes(model, self.fit.plan.config)
@@ -291,7 +291,7 @@ class Run:
             return
         try:
             self.forecast = forecast.predicted_peak(
-                model, optimizer, self.longest(), own, self._step_options()
+                model, optimizer, self.longest(), cfg, self._step_options()
             )
         except UnpredictableError as error:
             self.unpredictable = str(error)
@@ -389,21 +389,21 @@ class Run:
         return sum(loss.item() * share for loss, share in losses)
 
 
-def _check_compiled(how: str, own: base.Config) -> None:
+def _check_compiled(how: str, cfg: base.Config) -> None:
     """Refuse options that must see the ops of a forward.
 
     Raises:
         ValueError: Names both keys.
     """
-    recompute = list(own.activations.recompute)
+    recompute = list(cfg.activations.recompute)
     if recompute:
         raise ValueError(
             f"compile={how} with activations.recompute={recompute}: recomputed modules are not "
             "traced; allowed: compile=false, or activations.recompute=[]"
         )
-    if own.precision.active:
+    if cfg.precision.active:
         raise ValueError(
-            f"compile={how} with precision.assignment={own.precision.assignment}: ops inside a "
+            f"compile={how} with precision.assignment={cfg.precision.assignment}: ops inside a "
             "graph are not rounded; allowed: compile=false, or precision=fp32"
         )
 
