@@ -129,28 +129,6 @@ def test_text_models_are_asked_for_their_longest_sequence(monkeypatch):
     ]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (
-            ["memory=24 potatoes"],
-            "memory='24 potatoes' is not a size; allowed: a number and a unit",
-        ),
-        (["memory=0B"], "memory=0B is out of range"),
-        (["device=tpu"], "unknown device 'tpu'"),
-        (["autocast=fp8"], "unknown autocast 'fp8'; allowed: bfloat16, float16"),
-        (["--fail-over", "24 potatoes"], "--fail-over='24 potatoes' is not a size"),
-        (["--by", "colour"], "invalid choice: 'colour'"),
-    ],
-)
-def test_a_mistake_is_one_clear_line(arguments, message, capsys):
-    assert main(["model=gpt2", *arguments]) == 2
-    captured = capsys.readouterr()
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
-    assert captured.out == ""
-
-
 def test_a_batch_without_tensors_is_one_clear_line(builder, capsys):
     (builder / "words.py").write_text(
         "import torch\ndef build():\n    return torch.nn.Linear(2, 2), ['a', 'b']\n"

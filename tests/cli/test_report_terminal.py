@@ -13,7 +13,7 @@ from rich.console import Console
 from memtrain.cli.command_line import atomic_file, check_writable, consoles, working
 from memtrain.cli.render.report_data import ReportData
 from memtrain.cli.render.text_tables import show
-from memtrain.cli.report.main import main
+from memtrain.cli.report.main import main, write
 
 COLOUR = re.compile(rb"\x1b\[(\d+;)*[39][0-7]m")  # bold and italics are none
 MAIN = "import sys; from memtrain.cli.report.main import main; sys.exit(main())"
@@ -116,13 +116,20 @@ def _half_written(path, error):
         raise error
 
 
-def test_a_file_appears_whole_or_not_at_all(tmp_path):
+def test_a_file_appears_whole_or_not_at_all(tmp_path, monkeypatch):
     path = tmp_path / "a.txt"
     path.write_text("old")
     check_writable(path, "--json")
     for error, raised in ((OSError("full"), OSError), (KeyError("a"), KeyError)):
         with pytest.raises(raised, match=r"full|a"):
             _half_written(path, error)
+
+    def full(self, target):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(type(path), "replace", full)
+    with pytest.raises(OSError, match=r"cannot write .* No space left"):
+        write(path, "new")
     assert path.read_text() == "old"
     assert list(tmp_path.iterdir()) == [path]
 

@@ -8,11 +8,14 @@ from memtrain.training.data import build_source
 from memtrain.training.run import BYTES, Run, is_due, pick_device
 
 
+def made(config):
+    return Run("plain", config, build_source(config.data, config.seed))
+
+
 def test_counting_bytes_changes_no_arithmetic(smoke):
     results = []
     for every in (0, 1):
-        config = smoke(f"training.meter_every={every}", "model.dropout=0.1")
-        run = Run("plain", config, build_source(config.data, config.seed))
+        run = made(smoke(f"training.meter_every={every}", "model.dropout=0.1"))
         losses = [run.train_step().loss for _ in range(4)]
         results.append((losses, run.model.state_dict(), run.bytes))
     (plain, weights, none), (counted, same, found) = results
@@ -28,8 +31,7 @@ def test_counting_bytes_changes_no_arithmetic(smoke):
 
 
 def test_the_highest_bytes_are_kept(smoke, monkeypatch):
-    config = smoke("training.meter_every=1")
-    run = Run("plain", config, build_source(config.data, config.seed))
+    run = made(smoke("training.meter_every=1"))
     sizes = iter([2, 7, 1, 1, 3, 4])  # gradients, weights and states of a step, then of the next
     monkeypatch.setattr("memtrain.training.run.storage_nbytes", lambda tensors: next(sizes))
     for _ in range(2):
@@ -38,8 +40,7 @@ def test_the_highest_bytes_are_kept(smoke, monkeypatch):
 
 
 def test_counted_steps_are_not_timed(smoke):
-    config = smoke("training.meter_every=3")
-    run = Run("plain", config, build_source(config.data, config.seed))
+    run = made(smoke("training.meter_every=3"))
     timed = [run.train_step().seconds is not None for _ in range(6)]
     assert timed == [True, False, True, True, False, True]
 
@@ -54,7 +55,7 @@ def test_saved_activations_of_a_known_network(smoke, monkeypatch):
             return F.cross_entropy(self.table(input_ids).flatten(0, 1), input_ids.flatten())
 
     config = smoke("training.autocast=false")
-    run = Run("plain", config, build_source(config.data, config.seed))
+    run = made(config)
     run.model = Bigram()  # saves its index, which is older; then the log-softmax
     run.optimizer = torch.optim.SGD(run.model.parameters(), lr=0.1)
     for _ in range(2):
@@ -66,8 +67,7 @@ def test_saved_activations_of_a_known_network(smoke, monkeypatch):
 def test_autocast_saves_less(smoke):
     saved = []
     for autocast in ("true", "false"):
-        config = smoke(f"training.autocast={autocast}")
-        run = Run("plain", config, build_source(config.data, config.seed))
+        run = made(smoke(f"training.autocast={autocast}"))
         for _ in range(2):
             run.train_step()
         saved.append(run.bytes["saved"])
@@ -75,8 +75,7 @@ def test_autocast_saves_less(smoke):
 
 
 def test_infinite_loss_stops_the_run(smoke):
-    config = smoke("optimizer.lr=1e30", "training.warmup=0", "training.clip=0")
-    run = Run("plain", config, build_source(config.data, config.seed))
+    run = made(smoke("optimizer.lr=1e30", "training.warmup=0", "training.clip=0"))
     run.train_step()
     with pytest.raises(FloatingPointError, match=r"plain: the loss is (nan|inf) at step 2"):
         run.train_step()
