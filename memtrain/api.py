@@ -333,8 +333,8 @@ def _undo_earlier_wrap(model: nn.Module, new_optimizers: list[Optimizer]) -> Non
     if len(old) < len(wrapped.optimizers()) and wrapped.plan.config.weights != KEEP:
         raise ValueError(
             "the optimizer that memtrain.wrap returned with this model has the weights' lower bits "
-            "and is gone, as for a copy of a model; allowed: copy.deepcopy((model, optimizer)), or "
-            "a new model that loads fp32_state_dict of the first"
+            "and was deleted (or this is a copy of the model); allowed: "
+            "copy.deepcopy((model, optimizer)), or a new model that loads fp32_state_dict"
         )
     plain = remove(old, wrapped.handles)
     for optimizer in (*old, *plain):
@@ -345,8 +345,8 @@ def _undo_earlier_wrap(model: nn.Module, new_optimizers: list[Optimizer]) -> Non
 
 def _raise_replaced(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "a later memtrain.wrap of the model took another optimizer in place of this one; step the "
-        "optimizer that it returned; memtrain.wrap(model, [first, second]) wraps several at once"
+        "a later memtrain.wrap of the model replaced this optimizer; use the optimizer that it "
+        "returned; memtrain.wrap(model, [first, second]) wraps several optimizers"
     )
 
 
@@ -375,8 +375,8 @@ def _outer_optimizer(optimizer: Any) -> Any:
         return None
     if getattr(optimizer, "scaler", None) is not None:
         raise ValueError(
-            f"this {type(optimizer).__name__} steps through a GradScaler that holds the optimizer "
-            "inside: call memtrain.wrap before accelerator.prepare"
+            f"this {type(optimizer).__name__} has a GradScaler that refers to the inner optimizer: "
+            "call memtrain.wrap before accelerator.prepare"
         )
     return optimizer
 

@@ -54,8 +54,8 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     inside = [one for outer in known for one in chain(outer)]
     if any(is_taken_over(one) and one not in inside for one in optimizers):
         raise ValueError(
-            "the optimizer's states were taken over by one that memtrain made, of another model or "
-            "gone with its states; allowed: memtrain.unwrap of that pair first, or a new optimizer"
+            "another optimizer from memtrain took the states of this one (for another model, or it "
+            "was deleted); allowed: memtrain.unwrap of that optimizer first, or a new optimizer"
         )
     _check_parameters(model, optimizers)
 
@@ -79,8 +79,8 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
         )
     if unknown:
         raise ValueError(
-            f"the optimizer holds {unknown} parameters that are not the model's; allowed: "
-            "wrap([model, other], optimizer) with every model that it trains, or an optimizer for "
+            f"the optimizer has {unknown} parameters that are not the model's; allowed: "
+            "wrap([model, other], optimizer) with all models that it trains, or one optimizer for "
             "each model"
         )
     if len(set(trained)) < len(trained):

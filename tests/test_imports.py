@@ -91,7 +91,7 @@ print(*same, streams() == before)
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("digest", lambda: "another", "built of other sources"),
+        ("digest", lambda: "another", "built from other sources"),
         ("PATH", Path("nowhere.so"), "not built"),
     ],
 )

@@ -171,8 +171,8 @@ class Config:
                 raise ValueError(f"{name}={value!r} is unknown; {nearest(value, allowed)}")
         if self.release.clip == "global_norm" and self.optim.device != CPU:
             raise ValueError(
-                "release.clip='global_norm' keeps all gradients until step(), which spares nothing "
-                "where they are; allowed with optim.device=cpu; without it: two_pass, or "
+                "release.clip='global_norm' keeps all gradients until step(), which saves no "
+                "device memory; allowed with optim.device=cpu; without it: two_pass, or "
                 "gradients=keep and torch.nn.utils.clip_grad_norm_"
             )
         if self.gradients != KEEP and self.activations.sensitivity == "passes":

@@ -69,8 +69,8 @@ class _WrappingTrainer:
                 mixed = self.accelerator.mixed_precision
                 if mixed != "no":
                     raise ValueError(
-                        f"weights={weights!r} under FSDP2 with {mixed}=True, for which accelerate "
-                        f"makes them float32 again; allowed: {mixed}=False, or weights=keep"
+                        f"weights={weights!r} under FSDP2 with {mixed}=True: accelerate would "
+                        f"convert them to float32; allowed: {mixed}=False, or weights=keep"
                     )
                 model.to(parse(weights).dtype)
         else:
@@ -123,8 +123,8 @@ def _check(args: Any, cfg: Any) -> None:
     saves = asked.rules or asked.exceptions or asked.sites or asked.recompute_inputs != KEEP
     if getattr(args, "activation_offloading", False) and saves:
         raise ValueError(
-            "activation_offloading=True: its saved-tensor hooks would take what memtrain "
-            "compresses (the innermost hooks win); allowed: False, or a config with "
+            "activation_offloading=True: its saved-tensor hooks would run instead of memtrain's "
+            "(autograd calls the innermost hooks); allowed: False, or a config with "
             "activations=none"
         )
     if getattr(args, "gradient_checkpointing", False) and asked.recompute:

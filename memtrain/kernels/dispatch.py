@@ -62,9 +62,9 @@ def backend(name: str) -> Iterator[None]:
     if name not in BACKENDS:
         raise ValueError(f"backend {name!r} is unknown; allowed: {', '.join(BACKENDS)}")
     if name == "triton" and not has_triton():
-        raise RuntimeError("backend 'triton' asked for, but triton is not installed")
+        raise RuntimeError("backend 'triton' was requested, but triton is not installed")
     if name == "cpu" and cpu.library() is None:
-        raise RuntimeError("backend 'cpu' asked for, but the C++ library was not built")
+        raise RuntimeError("backend 'cpu' was requested, but the C++ library was not built")
     previous, forced = forced, name
     try:
         yield

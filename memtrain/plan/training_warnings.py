@@ -180,7 +180,7 @@ class FirstStepReport:
         if idle := [text for text in idle if text.startswith("activations")]:
             warnings.warn(
                 "exceptions that match no saved tensor of the first forward: "
-                f"{'; '.join(idle)}; memtrain.plan_of(model) lists those that there are",
+                f"{'; '.join(idle)}; memtrain.plan_of(model).listing() lists all",
                 RuntimeWarning,
                 stacklevel=4,
             )

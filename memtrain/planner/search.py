@@ -105,7 +105,7 @@ def make_plan(
             raise ValueError(f"{', '.join(goal)} without a budget; allowed: with budget=")
         return rules.make_plan(model, optimizer, cfg, batch=batch)
     if batch is None:
-        raise ValueError(f"budget={budget!r} needs batch=: what the model is called with")
+        raise ValueError(f"budget={budget!r} needs batch=, the model's input")
     return fit(model, optimizer, batch, budget, cfg, goal=Goal(**goal)).plan
 
 
@@ -163,8 +163,8 @@ def fit(
     plain, compiled = compiled_parts(model)
     if compiled:
         raise ValueError(
-            f"{type(plain).__name__} is compiled; allowed with budget=: the model before "
-            "torch.compile, as plans that fit are of eager steps"
+            f"{type(plain).__name__} is compiled, and budget= plans eager steps only; "
+            "allowed: the model before torch.compile"
         )
     optimizer = inner_optimizer(optimizer)
     planning = _Planning(model, optimizer, Config() if cfg is None else load(cfg), batch, progress)

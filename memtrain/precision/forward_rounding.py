@@ -211,9 +211,9 @@ class ForwardRounding(RoundingMode):
         bypassed = parameters_bypassing_rounding(tensors_in(output), model)
         if bypassed:
             raise RuntimeError(
-                f"{', '.join(bypassed[:5])}: read where no op is seen (by a custom autograd "
-                "Function or a TorchScript module), so that the loss scale would stay in the "
-                "gradient; allowed: precision.loss_scale=none"
+                f"{', '.join(bypassed[:5])}: read only by a custom autograd Function or a "
+                "TorchScript module, so the loss scale would remain in the gradient; allowed: "
+                "precision.loss_scale=none"
             )
         if self._saved is not None and self._saved.saw_hooks:
             return  # tensors of checkpointing or offloading are no loss terms

@@ -158,14 +158,14 @@ def check_interceptable(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if fsdp is not None and isinstance(module, fsdp.FSDPModule):
             raise ValueError(
-                f"precision: {name or 'the model'} is under fully_shard (FSDP2), which gives "
-                "forwards other weights than the model has; allowed: DistributedDataParallel, or "
+                f"precision: {name or 'the model'} is under fully_shard (FSDP2), which "
+                "replaces the weights in the forward; allowed: DistributedDataParallel, or "
                 "precision.assignment=fp32"
             )
         if is_compiled(module):
             raise ValueError(
-                f"precision: {name or 'the model'} is compiled, so that its ops are not seen; "
-                "allowed: what is not, or precision.assignment=fp32"
+                f"precision: {name or 'the model'} is compiled, which hides its ops; "
+                "allowed: an uncompiled model, or precision.assignment=fp32"
             )
 
 

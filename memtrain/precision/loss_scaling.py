@@ -276,7 +276,7 @@ def unscale(grad: Tensor, found_inf: Tensor, inverse: Tensor) -> None:
 def _refuse_double_backward() -> None:
     if torch.is_grad_enabled():
         raise RuntimeError(
-            "gradients that are rounded cannot be differentiated again (create_graph=True); "
+            "rounded gradients cannot be differentiated a second time (create_graph=True); "
             "allowed: precision.assignment=fp32"
         )
 

@@ -375,7 +375,7 @@ def test_a_replaced_op_that_cannot_take_many_gradients_at_once_says_so(op):
     x = torch.rand(2, 4, 32, 32, requires_grad=True)
     y = model(x)
     grads = torch.rand(3, *y.shape)
-    with pytest.raises(RuntimeError, match="takes one gradient at a time: leave is_grads_batched"):
+    with pytest.raises(RuntimeError, match="takes one gradient at a time: remove is_grads_batched"):
         torch.autograd.grad(y, x, grads, is_grads_batched=True, retain_graph=True)
     with pytest.raises(RuntimeError, match="takes one gradient at a time"):
         torch.vmap(lambda g: torch.autograd.grad(y, x, g, retain_graph=True))(grads)

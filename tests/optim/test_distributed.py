@@ -60,7 +60,7 @@ def test_ddp_refuses_released_gradients_and_converted_weights(found):
 
 def test_a_ddp_whose_weights_unwrap_has_converted_refuses_to_train(found):
     for rank in found:
-        assert "make a new one around the model" in rank["ddp_after_unwrap"]
+        assert "put a new one around the model" in rank["ddp_after_unwrap"]
 
 
 def test_states_and_weights_keep_ranks_equal(found):

@@ -395,7 +395,7 @@ def test_a_converted_model_is_refused(how):
         model(x.half()).sum().backward()
         optimizer.step()
 
-    with pytest.raises(TypeError, match=r"is torch.float16 by now, whose copy .* is torch"):
+    with pytest.raises(TypeError, match=r"is now torch.float16, but its copy .* is torch"):
         step()
     assert all(map(torch.equal, before, model.parameters()))
 

@@ -131,9 +131,9 @@ def wrong(values):
         (torch.optim.AdamW, two, r"state1 has shape \(2, 70, 100\); allowed: \(70, 100\)"),
         (torch.optim.AdamW, wrong, r"'absmax': 27.*allowed: a qmap of 256, and an absmax of 28 or"),
         (torch.optim.AdamW, lambda v: v.pop("qmap2"), "'qmap': None"),
-        (torch.optim.AdamW, lambda v: v.update(max1=v["absmax1"]), r"hold \['max1'\].*allowed"),
+        (torch.optim.AdamW, lambda v: v.update(max1=v["absmax1"]), r"have \['max1'\].*allowed"),
         (torch.optim.AdamW, lambda v: v.pop("state2"), r"lack \['state2'\], which AdamW has"),
-        (torch.optim.SGD, lambda v: None, r"'state2'\], which SGD has not; allowed: \['absmax1'"),
+        (torch.optim.SGD, lambda v: None, r"'state2'\], and SGD does not; allowed: \['absmax1'"),
         (torch.optim.NAdam, lambda v: None, "for NAdam; allowed: Adam, AdamW, Adagrad"),
     ],
 )

@@ -333,7 +333,7 @@ def test_copies_of_the_model_round_on_their_own(copied):
 def test_the_gradient_is_not_differentiated_again():
     model, _ = wrapped(mlp())
     loss = model(data()[0]).square().sum()
-    with pytest.raises(RuntimeError, match="cannot be differentiated again"):
+    with pytest.raises(RuntimeError, match="cannot be differentiated a second time"):
         torch.autograd.grad(loss, list(model.parameters()), create_graph=True)
 
 

@@ -116,7 +116,7 @@ class Custom(nn.Module):
 def test_a_weight_that_no_op_is_seen_to_read_is_refused():
     x, _ = data()
     model, _ = wrapped(Custom())
-    with pytest.raises(RuntimeError, match=r"gain: read where no op is seen.*loss_scale=none"):
+    with pytest.raises(RuntimeError, match=r"gain: read only by a custom.*loss_scale=none"):
         model(x)
     model, _ = wrapped(Custom(), loss_scale="none", high="fp32")
     model(x).sum().backward()

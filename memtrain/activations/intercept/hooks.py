@@ -140,7 +140,7 @@ class Interception:
             model = known()
             if model is not None:
                 return model
-        raise ReferenceError("the wrapped model is gone: no one refers to it any more")
+        raise ReferenceError("the wrapped model was deleted: no reference to it remains")
 
     model = property(find_model)
 

@@ -110,7 +110,7 @@ class WrittenOut:
         """The forward."""
         module = self._module()
         if module is None:
-            raise ReferenceError("the module of this forward is gone")
+            raise ReferenceError("the module of this forward was deleted")
         if len(args) == 1 and not kwargs and _takes(module, args[0]):
             return written_out(module, args[0])
         return type(module).forward(module, *args, **kwargs)

@@ -71,8 +71,9 @@ def autograd_function(
         except RuntimeError as error:
             if any(map(is_batched, grads)):
                 raise RuntimeError(
-                    f"memtrain's {name} takes one gradient at a time: leave is_grads_batched=True, "
-                    f"jacobian's vectorize=True or vmap around the backward out, or {_EXCEPTION}"
+                    f"memtrain's {name} takes one gradient at a time: remove "
+                    f"is_grads_batched=True, jacobian's vectorize=True or vmap around the "
+                    f"backward, or {_EXCEPTION}"
                 ) from error
             raise
 

@@ -244,6 +244,6 @@ def check_version(x: Tensor, version: int) -> None:
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: a tensor of shape {tuple(x.shape)} is at version {x._version}; "
             f"expected version {version}. (Weights change in optimizer.step(), and with "
-            "gradients=release in backward(): call that once for each forward, of the sum of its "
+            "gradients=release in backward(): call backward() once per forward, on the sum of its "
             "losses.)"
         )

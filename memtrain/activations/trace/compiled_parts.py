@@ -135,8 +135,8 @@ def _backend_of(compiled: Any) -> Any:
         compilers = dict.fromkeys(("fw_compiler", "bw_compiler"), _op_by_op)
         return type(function)(**{**function.kwargs, **compilers})
     raise ValueError(
-        f"backend {name!r}: what its graphs keep cannot be predicted; allowed: "
-        f"{', '.join((INDUCTOR, *OP_BY_OP))}, or one that aot_autograd made"
+        f"backend {name!r}: the tensors that its graphs keep are unknown; allowed: "
+        f"{', '.join((INDUCTOR, *OP_BY_OP))}, or a backend from aot_autograd"
     )
 
 

@@ -160,8 +160,8 @@ def _sized(batch: Any, samples: int, length: int, padded: bool) -> Any:
 def _text_batch(model: Any) -> dict[str, Tensor]:
     if getattr(model, "main_input_name", "") != "input_ids":
         raise ValueError(
-            f"{type(model).__name__} is no transformers model of text: give a batch of any size "
-            "beside lengths"
+            f"{type(model).__name__} is not a transformers model of text: lengths= needs a batch, "
+            "of any size"
         )
     return {
         name: torch.empty(1, 8, dtype=torch.long, device="meta")

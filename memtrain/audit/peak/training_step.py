@@ -172,7 +172,7 @@ def default_loss(output: Any) -> Tensor:
             return leaf.sum()
     raise TypeError(
         f"the model returned a {type(output).__name__} without a tensor to differentiate; "
-        "loss= takes a function from what it returns to the loss"
+        "loss= takes a function that maps the output to the loss"
     )
 
 
@@ -180,8 +180,8 @@ def check(model: nn.Module, batch: Any) -> None:
     """Raise ValueError for a model that is wrapped already, and TypeError for no batch."""
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError(
-            f"this {type(model).__name__} is wrapped already; unwrap(model, optimizer) undoes it, "
-            "and cfg= says what to wrap a copy with"
+            f"this {type(model).__name__} is wrapped already; call unwrap(model, optimizer) first "
+            "(cfg= is the config of the prediction)"
         )
     check_batch(batch)
 

@@ -118,7 +118,7 @@ def register(
         raise TypeError(f"fn is a {type(fn).__name__}; allowed: a function of a tensor")
     name = str(getattr(fn, "__name__", "") if name is None else name)
     if not name.isidentifier():
-        raise ValueError(f"name {name!r} is not allowed; give one of letters, digits, underscores")
+        raise ValueError(f"name {name!r}; allowed: letters, digits, underscores")
     if name in FAMILIES:
         raise ValueError(f"name {name!r} is taken by a built-in function")
     check_bits(bits)

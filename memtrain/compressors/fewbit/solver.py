@@ -336,7 +336,7 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
 def check_bits(bits: int) -> None:
     """Raise ValueError unless `bits` is an integer from 1 to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int):
-        raise ValueError(f"bits {bits!r} is no integer; allowed: 1 to {MAX_BITS}")
+        raise ValueError(f"bits {bits!r} is not an integer; allowed: 1 to {MAX_BITS}")
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits {bits} is out of range; allowed: 1 to {MAX_BITS}")
 

@@ -25,10 +25,10 @@ def library() -> ctypes.CDLL | None:
         return loaded
     why = "not built (no compiler at install time)"
     if loaded is not None:
-        why = "built of other sources than those beside them (`make kernels` builds them again)"
+        why = "built from other sources (`make kernels` rebuilds them)"
     warnings.warn(
-        f"memtrain's C++ kernels were {why}; the pure-torch reference serves CPU tensors, many "
-        "times slower",
+        f"memtrain's C++ kernels were {why}; CPU tensors use the pure-torch reference, which is "
+        "many times slower",
         RuntimeWarning,
         stacklevel=2,
     )

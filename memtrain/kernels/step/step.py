@@ -261,7 +261,7 @@ def check_library() -> None:
     if built != len(RULES):
         raise RuntimeError(
             f"the C++ library was built with {built} rules of the fused step, but RULES has "
-            f"{len(RULES)}: {', '.join(RULES)}; build it again by `make kernels`"
+            f"{len(RULES)}: {', '.join(RULES)}; rebuild it with `make kernels`"
         )
 
 

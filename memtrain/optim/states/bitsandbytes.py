@@ -129,7 +129,7 @@ def _of_bitsandbytes(values: dict[str, Any], plain: str, shape: torch.Size) -> d
     known = {"step", *(f"{part}{k}" for part in ("state", "qmap", "absmax") for k in numbers)}
     if unknown := sorted(values.keys() - known):
         raise ValueError(
-            f"bitsandbytes' states hold {unknown}, which {plain} has not; allowed: {sorted(known)}"
+            f"bitsandbytes' states have {unknown}, and {plain} does not; allowed: {sorted(known)}"
         )
     if missing := [f"state{k}" for k in numbers if f"state{k}" not in values]:
         raise ValueError(f"bitsandbytes' states lack {missing}, which {plain} has")

@@ -335,8 +335,8 @@ def _refuse_no_eps(inner: Optimizer, group: dict[str, Any]) -> None:
     ):
         raise ValueError(
             f"{type(inner).__name__} steps a torch.float16 parameter in float16, where its "
-            f"eps={eps} is 0 and steps may be infinite; allowed there: eps=1e-07 or more, or "
-            "float32 weights (of which SplitWeights makes float16 ones, with a correction)"
+            f"eps={eps} is 0 and updates may be infinite; allowed: eps=1e-07 or more, or "
+            "float32 weights (SplitWeights converts them to float16 with a correction)"
         )
 
 
@@ -348,14 +348,14 @@ def refuse(optimizer: Optimizer) -> None:
     """Raise for an optimizer that cannot have compressed states."""
     if isinstance(optimizer, CompressedStates):
         raise TypeError(
-            f"{type(optimizer).__name__} has compressed states already; allowed: torch's own "
-            "optimizer, or optim=none, which leaves the states to this one"
+            f"{type(optimizer).__name__} has compressed states already; allowed: an optimizer "
+            "of torch.optim, or optim=none, which does not compress states"
         )
     if isinstance(optimizer, LBFGS):
         raise TypeError(
             "LBFGS cannot have compressed states: its history is one vector over all parameters, "
             "and its line search calls the closure many times a step; allowed: the preset "
-            "activations_only, which leaves them"
+            "activations_only, which does not compress states"
         )
 
 

@@ -312,9 +312,8 @@ class CompressedStates(Optimizer):
 
 def _refuse_step(*args: Any, **kwargs: Any) -> None:
     raise RuntimeError(
-        "this optimizer's states were taken over: step, save and load the optimizer that "
-        "memtrain.wrap (or memtrain.optim.compress) returned, or take them back with unwrap "
-        "(restore)"
+        "another optimizer has this optimizer's states: step, save and load the optimizer that "
+        "memtrain.wrap (or memtrain.optim.compress) returned, or call unwrap (restore) first"
     )
 
 

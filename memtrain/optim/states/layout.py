@@ -139,9 +139,9 @@ def check_state(compressor: Compressor, state_name: str) -> None:
         )
     if not compressor.second_moment and is_unsigned(state_name):
         raise ValueError(
-            f"{compressor!r} for the state {state_name!r}, by which the update is divided: it "
-            "rounds small numbers to zero; allowed: identity, factored, and maps without zero and "
-            "sign (signed: false): names such as 'Rank-1/Linear' or 'B256/DE-08'"
+            f"{compressor!r} for the state {state_name!r}, which divides the update: the "
+            "compressor rounds small numbers to zero; allowed: identity, factored, and maps "
+            "without zero and sign (signed: false): names such as 'Rank-1/Linear' or 'B256/DE-08'"
         )
 
 
@@ -155,8 +155,8 @@ def refuse_fused_only(compressors: Iterable[Compressor], owner: str) -> None:
     for compressor in compressors:
         if compressor.fused_only:
             raise ValueError(
-                f"{compressor!r} in {owner}: what it loses must go to the weight at once, which "
-                "only the fused AdamW and Adam do, beside a factored second moment "
+                f"{compressor!r} in {owner}: its rounding error must be added to the weight, which "
+                "only the fused AdamW and Adam do, with a factored second moment "
                 "(optim=factored_2bit); allowed: B128/DE here (optim=factored_4bit)"
             )
 

@@ -81,8 +81,8 @@ class StalledWeights:
         self.warned = True
         warnings.warn(
             f"the weights have stalled: at lr={lr:g} no sampled weight of a {param.dtype} "
-            f"parameter of shape {tuple(param.shape)} moved at step {self.steps}, since updates "
-            "are below half its last place; keep a correction term or float32 weights, or raise lr",
+            f"parameter of shape {tuple(param.shape)} moved at step {self.steps}: updates "
+            "are below half the last bit; keep a correction term or float32 weights, or raise lr",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -38,7 +38,7 @@ def check_release(config: Any) -> None:
         value = getattr(config.release, name)
         if config.gradients == KEEP and value != nothing:
             raise ValueError(
-                f"release.{name}={value!r} would do nothing, as gradients='keep'; allowed with "
+                f"release.{name}={value!r} has no effect with gradients='keep'; allowed with "
                 "gradients=release; without it: torch.nn.utils.clip_grad_norm_, GradScaler"
             )
 
@@ -55,7 +55,7 @@ def check(model: nn.Module, config: Any) -> None:
         own = config.optim
         if not (own.rules or own.exceptions or own.sites):
             raise ValueError(
-                "optim.device='cpu' without rules for states: nothing takes them over; allowed: a "
+                "optim.device='cpu' without rules for states: no state would move; allowed: a "
                 "preset with rules, or optim=identity, which keeps them exactly"
             )
         check_whole(model.parameters())
@@ -103,7 +103,7 @@ def apply(
             f"{others[0]}{more}: require gradients, are in no group of the optimizer, and "
             f"weights={config.weights!r} has rounded them without a correction, so that small "
             "updates by another optimizer are lost; allowed: memtrain.wrap(model, [first, second]) "
-            "with every optimizer, or weights=keep; requires_grad_(False) for what is not trained",
+            "with every optimizer, or weights=keep; requires_grad_(False) if not trained",
             RuntimeWarning,
             stacklevel=4,
         )

@@ -49,7 +49,7 @@ def refuse_training(models: Iterable[nn.Module]) -> None:
         if module.training and torch.is_grad_enabled():
             raise RuntimeError(
                 "memtrain.unwrap has converted the weights of this DistributedDataParallel, whose "
-                "buckets would not reduce their gradients any more: make a new one around the model"
+                "buckets no longer reduce their gradients: put a new one around the model"
             )
 
     for model in models:

@@ -70,7 +70,7 @@ class HostParameters:
         for param, leaf in self.leaves.items():
             if param.dtype != leaf.dtype:
                 raise TypeError(
-                    f"a parameter of shape {tuple(param.shape)} is {param.dtype} by now, whose "
+                    f"a parameter of shape {tuple(param.shape)} is now {param.dtype}, but its "
                     f"copy in host memory is {leaf.dtype}: model.to(dtype), float() and half() "
                     "are for a model before wrap or after unwrap"
                 )

@@ -51,9 +51,9 @@ class LateChanges:
         if param.grad is not grad or local(grad)._version != version:
             raise RuntimeError(
                 "gradients were changed between backward and step() (clip_grad_norm_, "
-                "clip_grad_value_ or the like), but with gradients=release they had been applied "
-                "and freed by then, unchanged: set release.clip to value, parameter, previous or "
-                "two_pass and release.limit in the config, and leave that call out; or use "
+                "clip_grad_value_ or similar), but gradients=release had already applied and freed "
+                "the unchanged gradients: set release.clip to value, parameter, previous or "
+                "two_pass and release.limit in the config, and remove that call; or use "
                 f"gradients=keep. {REQUIRED}"
             )
 

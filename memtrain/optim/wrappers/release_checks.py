@@ -60,10 +60,10 @@ def refuse_scaler(release: object) -> None:
         delattr(release, name)
     if given:
         raise RuntimeError(
-            "GradScaler must see all gradients before any update, and they were applied and "
-            "freed in backward. Without it: multiply the loss by a constant and give it as "
-            "loss_scale, then updates with Inf are skipped parameter by parameter and counted "
-            "in `skipped`; or clip='two_pass' with step(closure), which skips the whole step"
+            "GradScaler must see all gradients before any update, but backward has applied "
+            "and freed them. Without a scaler: multiply the loss by a constant and set loss_scale "
+            "to it; updates with Inf are then skipped per parameter and counted in `skipped`. Or "
+            "use clip='two_pass' with step(closure), which skips all updates of the step"
         )
 
 
@@ -113,8 +113,8 @@ def check_separable(optimizer: Optimizer) -> None:
     if is_separable(optimizer):
         return
     raise ValueError(
-        "gradients='release' steps each parameter alone, inside the backward, and "
-        f"{type(optimizer).__name__} may read the gradients of all (only torch's and memtrain's "
+        "gradients='release' updates each parameter separately in the backward, and "
+        f"{type(optimizer).__name__} may read all gradients (only torch's and memtrain's "
         "optimizers, and classes with separable=True, are known not to); allowed: gradients=keep"
     )
 

@@ -331,8 +331,8 @@ class SplitWeights(OptimizerWrapper):
         for param in params:
             if param in self.corrections and param.dtype != self.format.dtype:
                 raise TypeError(
-                    f"a weight of shape {tuple(param.shape)} is {param.dtype} by now, which "
-                    f"weights={self.weights!r} had made {self.format.dtype}: model.to(dtype), "
+                    f"a weight of shape {tuple(param.shape)} is now {param.dtype}, but "
+                    f"weights={self.weights!r} needs {self.format.dtype}: model.to(dtype), "
                     "float() and half() are for a model before wrap or after unwrap"
                 )
 

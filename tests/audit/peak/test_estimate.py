@@ -148,7 +148,7 @@ def test_sizes_of_shuffled_samples():
     ("given", "match"),
     [
         ({}, "needs a batch, or lengths"),
-        ({"lengths": [3]}, "Linear is no transformers model of text: give a batch"),
+        ({"lengths": [3]}, "Linear is not a transformers model of text: lengths= needs a batch"),
         ({"batch": torch.ones(1, 4), "lengths": [3, 0]}, "smallest of lengths is 0"),
         ({"batch": torch.ones(1, 4), "lengths": []}, "smallest of lengths is 0"),
         ({"batch": torch.ones(1, 4), "lengths": [3], "batch_size": 0}, "batch_size=0; allowed: 1"),
