@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch.compiler import is_compiling
 from torch.overrides import (
     _get_current_function_mode,
@@ -295,15 +296,13 @@ class Interception:
         saving = self._outer is not None and self._outer[1]
         if was_compiled and self._outer is not None:
             self._enter()
-        if saving:
-            self._collect(output, name)
+        # An output of another thread, without a new node of this one, is seen at the end.
+        if saving and (len(self._path) == self._depth or _get_sequence_nr() != self.saved.mark):
+            hooked = self.saved.under_hooks(top_hooks() is not None)
+            with torch._C.DisableTorchFunction():
+                self.saved.collect(tensors_in(output), None, name, hooked=hooked)
         if self._path:
             self._name(self._path[-1][0])
-
-    def _collect(self, output: Any, name: str) -> None:
-        hooked = self.saved.under_hooks(top_hooks() is not None)
-        with torch._C.DisableTorchFunction():
-            self.saved.collect(tensors_in(output), None, name, hooked=hooked)
 
     def _claim(self, name: str) -> bool:
         """Acquire the interception for this thread; return False if another live thread has it."""

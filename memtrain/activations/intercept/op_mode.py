@@ -12,7 +12,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
-from memtrain.activations.intercept.reentrancy import top_hooks
+from memtrain.activations.intercept.reentrancy import top_hooks, top_pair
 from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION, WIDE, WIDE_ATTENTION
@@ -80,9 +80,9 @@ class OpMode(TorchFunctionMode):
         Returns:
             Whether memtrain may not pack what the function saves.
         """
-        hooks = top_hooks()
+        hooks = top_pair(True)
         if hooks is not None or saved.hooked:
-            self._note_hooks(saved, hooks)
+            self._note_hooks(saved)
         saved.bool_mask, saved.attention = False, ""
         saved.derived.arguments = (*args, *kwargs.values()) if kwargs else args
         saved.derived.first = _get_sequence_nr()
@@ -105,7 +105,8 @@ class OpMode(TorchFunctionMode):
             return True
         return hooks is not None
 
-    def _note_hooks(self, saved: SavedTensors, hooks: Any) -> None:
+    def _note_hooks(self, saved: SavedTensors) -> None:
+        hooks = top_hooks()
         checkpoint = getattr(hooks, "__module__", "") == torch.utils.checkpoint.__name__
         if saved.under_hooks(hooks is not None) and not checkpoint and saved.records is not None:
             saved.records.note(Site(self.module, "*", "*"), FOREIGN_HOOKS)

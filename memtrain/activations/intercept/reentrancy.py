@@ -13,6 +13,8 @@ from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
 
 _HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
+top_pair = _HOOKS._top_saved_tensors_default_hooks
+"""Given True, returns the pair of saved-tensor hooks on top of autograd's stack, or None."""
 _CALL = nn.Module._call_impl.__code__
 
 
@@ -62,7 +64,7 @@ def foreign_hooks() -> str:
 
 def top_hooks() -> Any:
     """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
-    top = _HOOKS._top_saved_tensors_default_hooks(True)
+    top = top_pair(True)
     return None if top is None else top[0]
 
 

@@ -107,7 +107,8 @@ class SavedTensors:
         """Whether the node that is visited now multiplies equal tensors."""
         self.hooked = False
         """Whether other saved-tensor hooks were active when the last op ran."""
-        self._mark = 0  # nodes made before have been visited, or are not this forward's
+        self.mark = 0
+        """Nodes with smaller numbers have been visited, or are not this forward's."""
         self._first = 0  # number of the forward's first node
         self._given: set[int] = set()  # numbers of nodes from before, of what the forward is given
         self._calls: dict[Site, int] = {}
@@ -149,7 +150,7 @@ class SavedTensors:
         self._inputs = {storage_id(x) for x in inputs}
         self.records = Records(self._inputs) if record else None
         self.saw_hooks = False
-        self._mark = self._first = _get_sequence_nr()
+        self.mark = self._first = _get_sequence_nr()
         nodes = [x.grad_fn for x in (*own, *given)]
         self._given = {node._sequence_nr() for node in nodes if node is not None}
 
@@ -194,7 +195,7 @@ class SavedTensors:
 
     def skip(self) -> None:
         """Leave the nodes made so far as they are."""
-        self._mark = _get_sequence_nr()
+        self.mark = _get_sequence_nr()
 
     def under_hooks(self, now: bool) -> bool:
         """Record whether other saved-tensor hooks are active, and return the argument."""
@@ -220,9 +221,7 @@ class SavedTensors:
             if hooked:
                 self.skip()
             return
-        new = node_tensors.nodes_since(
-            self._mark, results, self._first, self._given, self._distrust
-        )
+        new = node_tensors.nodes_since(self.mark, results, self._first, self._given, self._distrust)
         for node in new:
             if waiting:
                 self.readers.visit(node)
@@ -234,7 +233,7 @@ class SavedTensors:
         if waiting:
             self.readers.seen(results)
         if new or hooked:
-            self._mark = _get_sequence_nr()
+            self.mark = _get_sequence_nr()
 
     def _visit(self, node: Any, function: Any, module: str) -> None:
         kind = type(node)
@@ -479,7 +478,7 @@ class SavedTensors:
         while node is not None and type(node) not in known_ops.OWN:
             above.append(node)
             node = node.next_functions[0][0] if node.next_functions else None
-        if node is None or node._sequence_nr() < self._mark:  # of an earlier op
+        if node is None or node._sequence_nr() < self.mark:  # of an earlier op
             return
         if self.readers.results:
             carries, bounded = site.op == "dropout", site.op == "cross_entropy"
