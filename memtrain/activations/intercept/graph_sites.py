@@ -360,12 +360,7 @@ def storage_of(node: Node) -> int:
 
 def storage_nbytes(node: Node) -> int:
     """Bytes of the storage that the node's tensor is a view of, maybe of a part only."""
-    return nbytes_of(node.meta["val"])
-
-
-def nbytes_of(x: Tensor) -> int:
-    """Bytes of the storage that a traced tensor is a view of."""
-    return _hint(x.untyped_storage().nbytes())
+    return _hint(node.meta["val"].untyped_storage().nbytes())
 
 
 def example(node: Node) -> Tensor:

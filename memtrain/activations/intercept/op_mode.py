@@ -16,8 +16,10 @@ from memtrain.activations.intercept.reentrancy import top_hooks, top_pair
 from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION, WIDE, WIDE_ATTENTION
+from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import FOREIGN_HOOKS, Site
+from memtrain.activations.saved.store import is_unwritten, mark_unwritten
 
 _EXPOSING = (
     Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,6 +30,13 @@ _EXPOSING = (
 EXPOSING = frozenset(_EXPOSING)
 """Functions that expose a tensor's memory: later writes may not increase its version."""
 _ADDRESS = callables("data_ptr", "record_stream")
+_READS = callables(
+    *("linear", "matmul", "__matmul__", "__rmatmul__", "mm", "bmm", "mv", "addmm", "baddbmm"),
+    *("einsum", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d"),
+    *("conv_transpose3d", "scaled_dot_product_attention"),
+)
+"""Functions whose kernels may read their arguments by addresses that allow writes, as cuDNN's and
+bmm's in bfloat16 do, and do not write: the marks of `mark_unwritten` stay."""
 _ATTENTIONS = callables("scaled_dot_product_attention")
 _BACKWARDS = frozenset((torch.autograd.grad, torch.autograd.backward, Tensor.backward))
 INSIDE = (
@@ -66,10 +75,17 @@ class OpMode(TorchFunctionMode):
                 saved.expose(args[0])
             return func(*args, **kwargs)
         hooked = saved is not None and self._before(saved, func, args, kwargs)
+        marked: list[tuple[Tensor, int]] = []
+        for x in args if saved is not None and func in _READS else ():
+            if isinstance(x, Tensor) and not foreign(x) and is_unwritten(x):
+                marked.append((x, x._version))
         if self.replacements is None:
             result = func(*args, **kwargs)
         else:
             result = self.replacements.run(func, args, kwargs)
+        for x, version in marked:
+            if x._version == version:
+                mark_unwritten(x)
         if saved is not None:
             saved.collect(result, func, self.module, hooked=hooked)
         return result

@@ -150,7 +150,7 @@ class Replacements:
         return run_mixed(run, low, function, self.module, args, kwargs)
 
     def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        is_known = function in REPLACED or function in _CONVOLUTIONS or type(function) is Registered
+        is_known = function in REPLACED or type(function) is Registered
         if is_known and not self.idle and is_grad_enabled():
             call = self._recognise(function, args, kwargs)
             chosen = None if call is None else self.compressor(call)

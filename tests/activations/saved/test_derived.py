@@ -184,7 +184,7 @@ def test_a_compressed_tensor_changed_after_its_save_raises_as_plain_torch_does()
 
 
 class Block(nn.Module):
-    """A norm whose output three projections save, as q, k and v do."""
+    """A norm whose output three products save, as of q, k and v."""
 
     def __init__(self, norm):
         super().__init__()
@@ -193,7 +193,8 @@ class Block(nn.Module):
 
     def forward(self, x):
         y = self.norm(x * 1.0)
-        return torch.tanh(self.q(y)) * self.k(y) + self.v(y)
+        v = torch.bmm(y, self.v.weight.expand(len(y), -1, -1))  # reads y as if it wrote to it
+        return torch.tanh(self.q(y)) * self.k(y) + v
 
 
 @pytest.mark.parametrize("make", [nn.LayerNorm, nn.RMSNorm])
