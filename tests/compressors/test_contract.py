@@ -165,6 +165,14 @@ def test_shape_and_dtype_come_back_and_the_input_stays(compressor, row):
         assert x._version == version
 
 
+@pytest.mark.parametrize("name", ["group", "patch"])
+def test_gradients_do_not_follow(name):
+    x = torch.randn(2, 8, 8, requires_grad=True)
+    packed = COMPRESSORS[name]().compress(x * 2, key=Key())
+    assert not any(part.requires_grad for part in packed.tensors.values())
+    assert not COMPRESSORS[name]().decompress(packed).requires_grad
+
+
 @every_case
 def test_a_payload_of_another_size_is_refused(compressor, row):
     x = next(x for x in inputs(row) if x.numel() > 1000)

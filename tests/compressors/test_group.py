@@ -61,10 +61,3 @@ def test_mean_over_keys_is_the_tensor():
     off = ((total / count - x.double()).abs() - 2.0**-17 * step).clamp(min=0)
     assert (off / error).max() < 6
     assert (off / error).max() > 1
-
-
-def test_gradients_do_not_follow():
-    x = torch.randn(300, requires_grad=True)
-    packed = Group().compress(x * 2, key=Key())
-    assert not any(t.requires_grad for t in packed.tensors.values())
-    assert not Group().decompress(packed).requires_grad

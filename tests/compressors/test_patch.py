@@ -105,17 +105,6 @@ def test_both_formats_are_read_without_a_copy(memory_format, monkeypatch):
     assert seen[0].is_contiguous()
 
 
-@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
-def test_strided_and_expanded_tensors(rounding):
-    whole = torch.randn(2, 6, 9, 10)
-    views = [whole[:, ::2], whole[..., 1:], whole[:, :1].expand(2, 6, 9, 10), whole[0, 0, 0]]
-    for x in views:
-        y = roundtrip(x, rounding=rounding)
-        assert y.shape == x.shape
-        assert (y - x).abs().max() <= (x.max() - x.min()) / 2
-    assert torch.equal(roundtrip(views[0]), roundtrip(views[0].contiguous()))
-
-
 def test_the_key_feeds_stochastic_rounding_only():
     x = torch.randn(2, 3, 16, 16)
     for rounding, differs in (("stochastic", True), ("nearest", False)):
@@ -124,28 +113,8 @@ def test_the_key_feeds_stochastic_rounding_only():
         assert torch.equal(*words) != differs
 
 
-@pytest.mark.parametrize(("rounding", "part"), [("nearest", 6), ("stochastic", 3)])
-def test_error_is_below_its_part_of_the_range(rounding, part):
-    x = (torch.randn(40, 20, 4, 4) * 10.0 ** torch.randint(-8, 8, (40, 20, 1, 1))).bfloat16()
-    y = roundtrip(x, rounding=rounding)
-    flat = x.double().flatten(2)
-    span = (flat.amax(2) - flat.amin(2))[..., None, None]
-    # The inner levels are rounded to bfloat16, half a unit of 2**-8 of the largest value.
-    rounding_error = 2.0**-8 * flat.abs().amax(2)[..., None, None]
-    error = (y.double() - x.double()).abs()
-    assert (error <= span / part + rounding_error).all()
-    assert (error / span).max() > 0.9 / part
-
-
 def test_fake_tensors_keep_the_memory_order():
     with FakeTensorMode():
         x = torch.empty(2, 3, 9, 10).contiguous(memory_format=CHANNELS_LAST)
         y = roundtrip(x)
     assert (y.shape, y.stride()) == (x.shape, x.stride())
-
-
-def test_gradients_do_not_follow():
-    x = torch.randn(2, 8, 8, requires_grad=True)
-    packed = Patch().compress(x * 2, key=Key())
-    assert not any(t.requires_grad for t in packed.tensors.values())
-    assert not Patch().decompress(packed).requires_grad

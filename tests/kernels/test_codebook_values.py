@@ -104,8 +104,11 @@ def test_tables_that_a_simulated_step_asks_for_first_are_real():
         ("E6M1", 8, True),
         ("E0M3", 4, True),
         ("Power-4", 4, 0),
+        ("de", 4, True),
+        ("DE", 1, True),
+        ("DE-0", 4, True),
     ],
 )
 def test_bad_codebooks_raise(name, bits, signed):
-    with pytest.raises(ValueError, match="allowed"):
+    with pytest.raises(ValueError, match=r"allowed|must be 2 to 8"):
         codebook(name, bits=bits, signed=signed)

@@ -150,30 +150,6 @@ def test_triton_equals_reference_for_every_seed(seed):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("shape", [(0, 4, 4, 1), (2, 0, 4, 1), (2, 4, 0, 3), (2, 4, 4, 0)], ids=str)
-def test_empty_tensors(name, shape):
-    with backend(name):
-        assert roundtrip(torch.empty(shape)).shape == shape
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bad_numbers_change_no_other_value(name, bad, dtype):
-    x = torch.randn(2, 8, 9, 1).to(dtype)
-    near = x[1, 4:8, :4]
-    x[1, 5, 2], x[1, 6, 0] = near.max() if bad > 0 else near.min(), near[0, 0]
-    with backend(name):
-        clean = roundtrip(x, stochastic=True)
-        x[1, 5, 2] = bad
-        assert same(roundtrip(x, stochastic=True), clean)
-        x[1, 4:8, :4] = bad
-        decoded = roundtrip(x, stochastic=True)
-    clean[1, 4:8, :4] = NAN
-    assert same(decoded, clean)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_minimum_and_maximum_of_16_bits_are_exact(name, dtype):
     # A third of the range away from both, so that no other value rounds to an end.
@@ -217,16 +193,6 @@ def test_float32_denormals_keep_their_four_levels(name):
         assert torch.equal(roundtrip(x), x)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
-def test_huge_ranges_do_not_overflow(name):
-    x = one_patch([-FLOAT_MAX, FLOAT_MAX, 0.0, 1e38] * 4)
-    with backend(name):
-        y = roundtrip(x)
-    # The ends are bfloat16's largest number; nearest is within a sixth of the range.
-    assert ((y - x).abs() <= BF16_MAX / 3 * 1.001).all()
-    assert y.flatten()[:2].tolist() == [-BF16_MAX, BF16_MAX]
-
-
 @pytest.mark.parametrize(
     "dtype",
     [torch.float32, *(pytest.param(d, marks=pytest.mark.nightly) for d in DTYPES[1:])],
@@ -262,12 +228,6 @@ def test_error_is_that_of_the_original(activation, expected):
     assert abs(errors.mean() - expected) < 4 * noise + unit / 2
 
 
-def test_float64_is_rounded_to_float32():
-    x = torch.rand(2, 8, 8, 1, dtype=torch.float64)
-    assert torch.equal(roundtrip(x), roundtrip(x.float()).double())
-    assert roundtrip(x).dtype == torch.float64
-
-
 # Refusals, fake tensors, registration
 
 
@@ -285,11 +245,3 @@ def test_wrong_input_is_refused():
         patch.patch_dequantize(words, 5, 4)
     with pytest.raises(ValueError, match=r"words are torch\.int32"):
         patch.patch_dequantize(words.int(), 4, 4)
-
-
-def test_huge_tensors_have_the_right_shapes():
-    with FakeTensorMode():
-        x = torch.empty(1024, 1024, 1024, 4, dtype=torch.bfloat16)
-        words = patch.patch_quantize(x)
-        assert words.shape == (1024, 256, 256, 4)
-        assert patch.patch_dequantize(words, 1024, 1024, x.dtype).shape == x.shape
