@@ -43,8 +43,9 @@ class Case(NamedTuple):
 
 
 _ADAMW = {"RULE": 0, "STATES": 2}
-_PLAIN = {**_ADAMW, "p_like": "*fp32", "MASTER": 0}
-_DRAWN = {**_ADAMW, "p_like": "*bf16", "g_like": "*bf16", "MASTER": 1}
+_PLAIN = {**_ADAMW, "p_like": "*fp32", "MASTER": 0, "DRAWS": False}
+_ROUNDED = {**_PLAIN, "DRAWS": True}
+_DRAWN = {**_ADAMW, "p_like": "*bf16", "g_like": "*bf16", "MASTER": 1, "DRAWS": False}
 _STEP, _SUMS = "step.step_triton", "step.reduce_triton"
 _GROUP, _CODEBOOK = "group.group_triton", "codebook.quantize_triton"
 _TILES = 16  # of a program of the first pass
@@ -58,10 +59,16 @@ CASES = {
         _SUMS, "_reduce_kernel", {"SECOND": 1, "MASTER": 0, "p_like": "*fp32"}, _TILES
     ),
     "AdamW, rank-1, pass 2": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 1}),
+    "AdamW, rank-1, stochastic, pass 2": Case(
+        _STEP, "_update_kernel", {**_ROUNDED, "BITS": 4, "SECOND": 1}
+    ),
     "AdamW, factored, pass 1": Case(
         _SUMS, "_reduce_kernel", {"SECOND": 2, "MASTER": 0, "p_like": "*fp32"}, _TILES
     ),
     "AdamW, factored, pass 2": Case(_STEP, "_update_kernel", {**_PLAIN, "BITS": 4, "SECOND": 2}),
+    "AdamW, factored, stochastic, pass 2": Case(
+        _STEP, "_update_kernel", {**_ROUNDED, "BITS": 4, "SECOND": 2}
+    ),
     "AdamW, factored, 2 bits, pass 2": Case(
         "step.lloyd_max_triton", "_update_kernel", {"p_like": "*fp32", "MASTER": 0}
     ),

@@ -109,17 +109,18 @@ WEIGHTS = [("*fp32", "*fp32", 0), ("*bf16", "*bf16", 0), ("*fp16", "*fp16", 0)]
 WEIGHTS += [("*bf16", "*fp32", 0), *(("*bf16", "*bf16", master) for master in (1, 8, 16))]
 WEIGHTS += [("*fp16", "*fp16", master) for master in (8, 16)]
 LISTS = {"programs_ptr": "*i32", "table_ptr": "*i64"}
-# RULE, STATES, BITS, SECOND.
-KINDS = [(0, 2, 32, 0), (0, 2, 4, 0), (0, 2, 4, 1), (0, 2, 4, 2), (0, 2, 8, 0), (0, 2, 8, 2)]
-KINDS += [(rule, 1, bits, 0) for rule in (1, 2) for bits in (4, 8, 32)]
-KINDS += [(1, 0, 0, 0)]
+# RULE, STATES, BITS, SECOND, DRAWS.
+KINDS = [(0, 2, bits, second, False) for bits, second in ((32, 0), (8, 0), (8, 2))]
+KINDS += [(0, 2, 4, second, draws) for second in (0, 1, 2) for draws in (False, True)]
+KINDS += [(rule, 1, bits, 0, (rule, bits) == (2, 4)) for rule in (1, 2) for bits in (4, 8, 32)]
+KINDS += [(1, 0, 0, 0, False)]
 
 
 def update(kind, whole, p, g, master):
     half = 128 if kind[2] == 8 else 64
-    constants = dict(zip(("RULE", "STATES", "BITS", "SECOND"), kind, strict=True))
+    constants = dict(zip(("RULE", "STATES", "BITS", "SECOND", "DRAWS"), kind, strict=True))
     constants |= {"HALF": half, "COUNT": blocks(kind[2], whole) * 64 // half}
-    constants |= step_triton.update_options(kind[2], kind[3], whole, p != "*fp32")
+    constants |= step_triton.update_options(kind[2], kind[3], whole, p != "*fp32", kind[4])
     signature = {**LISTS, "p_like": p, "g_like": g}
     return step_triton._update_kernel, signature, constants | {"MASTER": master, "WHOLE": whole}
 

@@ -8,13 +8,17 @@ from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import adamw, lion, sgd
 
 B4, B8 = Codec("block", 4, "DE"), Codec("block", 8, "DE")
+SR4 = B4._replace(drawn=True)
 V4, V8 = Codec("block", 4, "DE-0", False), Codec("block", 8, "DE-0", False)
 FORMS = {
     "exact": ("adamw", (EXACT, EXACT)),
     "4 bits": ("adamw", (B4, V4)),
+    "4 bits, stochastic": ("adamw", (SR4, V4)),
     "8 bits": ("adamw", (B8, V8)),
     "rank-1": ("adamw", (B4, Codec("rank1", 4, "Linear", False))),
+    "rank-1, stochastic": ("adamw", (SR4, Codec("rank1", 4, "Linear", False))),
     "factored": ("adamw", (B4, FACTORED)),
+    "factored, stochastic": ("adamw", (SR4, FACTORED)),
     "8 bits, factored": ("adamw", (B8, FACTORED)),
     "2 bits": ("adamw", (LLOYD_MAX, FACTORED)),
     "lion": ("lion", (B4,)),

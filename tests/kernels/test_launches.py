@@ -265,8 +265,8 @@ def test_a_step_is_launched_as_it_is_compiled_ahead_of_time(monkeypatch):
     with backend("triton"):
         for entry in entries:
             fused_step([entry])
-    # Of six kinds of states; rank-1 takes one launch more, each of two factored ones three.
-    assert len(taken) == 2 * (6 + 1 + 3 + 3)
+    # Of nine kinds of states; rank-1 takes one launch more, factored three.
+    assert len(taken) == 2 * (9 + 2 * 1 + 3 * 3)
     made = CASES["step.step_triton"] + CASES["step.reduce_triton"]
     cases = [(kernel, constants) for kernel, _, constants in made]
     assert [one for one in taken if one not in cases] == []

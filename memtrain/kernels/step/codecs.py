@@ -50,6 +50,8 @@ class Codec(NamedTuple):
     bits: int = 32
     codebook: str = "DE"
     signed: bool = True
+    drawn: bool = False
+    """Whether `update_rules.drawn` rounds the codes, which have 4 bits."""
 
     @property
     def block(self) -> int:
@@ -87,6 +89,8 @@ class Codec(NamedTuple):
             )
         if self.bits == 4 and self.kind != "factored":
             codebooks.codebook(self.codebook, bits=4, signed=self.signed)
+        if self.drawn and (self.kind, self.bits) != ("block", 4):
+            raise ValueError(f"{self} rounds stochastically; allowed: blocks of 4 bits")
         if self.bits == 8 and self.codebook not in CODEBOOKS8:
             raise ValueError(
                 f"codebook {self.codebook!r} has no fast encoder of 8 bits; allowed: "

@@ -63,7 +63,7 @@ def inputs_of(entries: Sequence[Entry]) -> Inputs:
 def same_kernels(entry: Entry) -> Hashable:
     """Equal for entries that one `EntryGroup` steps."""
     p = entry.param
-    kind = entry.rule, entry.bits, entry.kind, entry.master.mode
+    kind = entry.rule, entry.bits, entry.kind, entry.draws, entry.master.mode
     return p.device, p.dtype, entry.grad.dtype, kind, is_whole(entry)
 
 

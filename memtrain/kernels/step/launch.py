@@ -149,9 +149,10 @@ def _update_options(first: Entry, constants: dict[str, Any]) -> dict[str, Any]:
         float16 = first.param.dtype == torch.float16
         return options | two_bits.options(whole, first.master.mode, float16)
     options |= constants | {"RULE": list(RULES).index(first.rule)}
-    options |= {"STATES": len(first.codecs), "BITS": first.bits}
+    options |= {"STATES": len(first.codecs), "BITS": first.bits, "DRAWS": first.draws}
     narrow = first.param.itemsize < 4
-    return options | kernels.update_options(first.bits, constants["SECOND"], whole, narrow)
+    second = constants["SECOND"]
+    return options | kernels.update_options(first.bits, second, whole, narrow, first.draws)
 
 
 @lru_cache(maxsize=256)

@@ -69,6 +69,11 @@ class Entry(NamedTuple):
         return _kind(self.codecs)[1]
 
     @property
+    def draws(self) -> bool:
+        """Whether `update_rules.drawn` rounds the first state: Lion's 4 bits, others by codec."""
+        return _draws(self.rule, self.codecs)
+
+    @property
     def matrix(self) -> tuple[int, int]:
         """The parameter's rows and columns: dimension 0, and the rest."""
         shape = self.param.shape
@@ -81,6 +86,11 @@ def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
     return (codecs[-1].kind, codecs[0].bits) if codecs else ("none", 0)
 
 
+@lru_cache(maxsize=256)
+def _draws(rule: str, codecs: tuple[Codec, ...]) -> bool:
+    return bool(codecs) and codecs[0].bits == 4 and (rule == "lion" or codecs[0].drawn)
+
+
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
     """Whether the kernels have a rule with its states kept so.
 
@@ -90,6 +100,8 @@ def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
         (True, False)
     """
     if len(codecs) not in RULES[rule].states:
+        return False
+    if rule == "sgd" and any(codec.drawn for codec in codecs):
         return False
     if len(codecs) < 2:
         return all(codec.kind in ("exact", "block") for codec in codecs)
@@ -218,12 +230,11 @@ def _update(entry: Entry, sums: Sums) -> None:
         p, new = h.update(p, g, [*old, v.view(shape).to(p.dtype)], factored=True)
     else:
         p, new = h.update(p, g, old)
-    u = None
-    if entry.rule == "lion" and entry.bits == 4:
-        u = update_rules.drawn(new[0], before, g)
+    u = update_rules.drawn(new[0], before) if entry.draws else None
     entry.master.write(p, entry.param)
     for (codec, state), value in zip(stored, new, strict=False):
         codec.encode(state, value, sums.get("scale") if codec.kind == "rank1" else None, u)
+        u = None  # only the first state is rounded by it
 
 
 @contextmanager
@@ -313,5 +324,6 @@ def _row_traits(
         tables.append(tuple(find(codec, device).data_ptr() for find in coded) or (0, 0))
     matrix = (shape[0], shape[1:].numel()) if shape else (1, 1)
     bits = codecs[0].bits if codecs else 0
-    kind = (list(RULES).index(rule), bits, SECOND.get(codecs[-1].kind if codecs else "", 0))
+    second = SECOND.get(codecs[-1].kind if codecs else "", 0)
+    kind = (list(RULES).index(rule), bits, second | _draws(rule, codecs) << 32)
     return names, tables, (shape.numel(), *matrix, *kind)

@@ -43,14 +43,15 @@ from memtrain.kernels.step.table_triton import (
     read_scalars,
     unless_refused,
 )
-from memtrain.kernels.step.update_rules_triton import EXACT, LION, drawn, updated
+from memtrain.kernels.step.update_rules_triton import EXACT, drawn, updated
 
 
 @triton.jit
 def _update_kernel(
     programs_ptr, table_ptr, p_like, g_like,
     RULE: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
-    COUNT: tl.constexpr, HALF: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
+    DRAWS: tl.constexpr, COUNT: tl.constexpr, HALF: tl.constexpr,
+    MASTER: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Pass 2: decode the states, update the parameter, encode them: COUNT blocks a program.
 
@@ -98,16 +99,16 @@ def _update_kernel(
         lines = _lines(table_ptr, tensor, chunk, row, SECOND, COUNT, SIZE, WHOLE)
 
     draw = draws(seed, chunk, False, COUNT, HALF) if MASTER == DRAWN else 0
-    m_low, v_low = _half(
+    m_low, v_low, u_low = _half(
         p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, m_low, v_low, m_state, v_state,
         m_scale, v_scale, lines, draw,
-        RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
+        RULE, STATES, BITS, SECOND, DRAWS, SIZE, MASTER, WHOLE,
     )  # fmt: skip
     draw = draws(seed, chunk, True, COUNT, HALF) if MASTER == DRAWN else 0
-    m_high, v_high = _half(
+    m_high, v_high, u_high = _half(
         p_ptr, g_ptr, lost_ptr, numbers, left, row, lane + HALF, m_high, v_high, m_state, v_state,
         m_scale, v_scale, lines, draw,
-        RULE, STATES, BITS, SECOND, SIZE, MASTER, WHOLE,
+        RULE, STATES, BITS, SECOND, DRAWS, SIZE, MASTER, WHOLE,
     )  # fmt: skip
     if STATES > 0 and BITS != 32:
         m_top, m_low, m_high = write_scale(m_low, m_high, m_state, row, real, lane, HALF, True)
@@ -116,8 +117,8 @@ def _update_kernel(
             v_top, _, _ = write_scale(v_low, v_high, v_state, row, real, lane, HALF, False)
         least_top = tl.minimum(tl.where(m_top > 0, m_top, TINY), tl.where(v_top > 0, v_top, TINY))
         tiny = tl.min(tl.min(least_top, axis=1), axis=0) < TINY
-        if RULE == LION and BITS == 4:
-            write_drawn(m_state, m_top, real, at, m_low, m_high, v_low, v_high)
+        if DRAWS:
+            write_drawn(m_state, m_top, real, at, m_low, m_high, u_low, u_high)
         else:
             write_codes(m_state, m_top, tiny, real, at, m_low, m_high, True, BITS, HALF)
         if STATES == 2 and SECOND != FACTORED:
@@ -210,11 +211,11 @@ def _half(
     p_ptr, g_ptr, lost_ptr, numbers, left, row, lane, m_code, v_code, m_state, v_state,
     m_scale, v_scale, lines, draw,
     RULE: tl.constexpr, STATES: tl.constexpr, BITS: tl.constexpr, SECOND: tl.constexpr,
-    SIZE: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
+    DRAWS: tl.constexpr, SIZE: tl.constexpr, MASTER: tl.constexpr, WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Return the new states of one half of each block (rank-1: times the new reciprocals).
 
-    Lion has no second state: the numbers that its 4-bit momentum is rounded by are returned there.
+    The third result are the numbers that round the first state where DRAWS is true.
     """
     at = row * SIZE + lane
     inside = at < left
@@ -248,8 +249,9 @@ def _half(
             v = inv * tl.load(col_old + j, mask=inside, other=0.0)
     before = p
     p, m, v = updated(p, g, m, v, numbers, RULE, SECOND == FACTORED)
-    if RULE == LION and BITS == 4:
-        v = drawn(m, before, g)
+    u = m
+    if DRAWS:
+        u = tl.where(inside, drawn(m, before), 0.0)
     write_weight(p_ptr, lost_ptr, at, inside, p, draw, MASTER)
     if BITS == 32:
         tl.store(m_state[0] + at, m, mask=inside)
@@ -257,10 +259,12 @@ def _half(
             tl.store(v_state[0] + at, v, mask=inside)
     if SECOND == RANK1:
         v = v * scaling
-    return m, v
+    return m, v, u
 
 
-def update_options(bits: int, second: int, whole: bool, narrow: bool) -> dict[str, int]:
+def update_options(
+    bits: int, second: int, whole: bool, narrow: bool, draws: bool
+) -> dict[str, int]:
     """Launch options of the update, without which ptxas takes a stack.
 
     Unaligned tensors: rank-1 has each element's row and column in registers, more than a thread of
@@ -271,13 +275,16 @@ def update_options(bits: int, second: int, whole: bool, narrow: bool) -> dict[st
         second: What the second state is: 0 as the first, 1 rank-1, 2 factored.
         whole: Whether all is aligned.
         narrow: Whether weights are of two bytes.
+        draws: Whether the first state is rounded stochastically.
 
     Example:
-        >>> update_options(4, 1, False, False)
+        >>> update_options(4, 1, False, False, False)
         {'enable_fp_fusion': False, 'num_warps': 16}
-        >>> update_options(32, 0, True, False)
+        >>> update_options(32, 0, True, False, False)
         {'enable_fp_fusion': False, 'maxnreg': 88}
     """
+    if whole and second == RANK1.value and draws:
+        return EXACT | {"num_warps": 8}
     if whole:
         return EXACT | ({"maxnreg": 128 if narrow else 88} if bits == 32 else {})
     if second == RANK1.value:

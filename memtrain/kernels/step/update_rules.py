@@ -281,34 +281,31 @@ def lion(
     )
 
 
-def drawn(m: Tensor, p: Tensor, g: Tensor) -> Tensor:
+def drawn(m: Tensor, p: Tensor) -> Tensor:
     """Return numbers in (0, 1) for the stochastic rounding of a new momentum.
 
-    A momentum with a beta of 0.99 changes by less than one 4-bit step, and rounding to nearest
-    would discard the change. The numbers are a hash of three magnitudes and need no seed: the
-    parameter changes in each step, and opposite gradients get the same numbers.
+    A step changes a momentum by less than one 4-bit code, and rounding to nearest would discard
+    the change. The numbers are a hash of the magnitude of the momentum, which changes in each
+    step, and of the upper 16 bits of the parameter's, which differ between elements: the numbers
+    need no seed, and opposite gradients get the same ones. The parameter's lower bits do not
+    count: they depend on the order of sums.
 
     Args:
         m: The new momentum.
         p: The parameter before the step.
-        g: The gradient that the rule uses.
 
     Returns:
         float32, `(r + 0.5) / 65536` with a uniform `r` of 16 bits.
 
     Example:
         >>> x = torch.rand(100_000, dtype=torch.float32)
-        >>> round(drawn(x, x, x).mean().item(), 2)
+        >>> round(drawn(x, x).mean().item(), 2)
         0.5
     """
-    mask, h = 0xFFFFFFFF, torch.zeros_like(m, dtype=torch.int64)
-    for x, odd in zip((m, p, g), (0x9E3779B1, 0x85EBCA6B, 0xC2B2AE35), strict=True):
-        magnitude = x.float().contiguous().view(torch.int32).long() & 0x7FFFFFFF
-        h = h ^ (magnitude * odd & mask)
-    h = h ^ h >> 16
-    h = h * 0x7FEB352D & mask
-    h = h ^ h >> 15
-    h = h * 0x846CA68B & mask
+    mask = 0xFFFFFFFF
+    m, p = (x.float().contiguous().view(torch.int32).long() & 0x7FFFFFFF for x in (m, p))
+    h = (m ^ p >> 16) * 0x7FEB352D & mask
+    h = (h ^ h >> 15) * 0x846CA68B & mask
     return ((h >> 16).float() + 0.5) * 2.0**-16
 
 

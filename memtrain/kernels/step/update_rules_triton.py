@@ -25,10 +25,9 @@ def quotient(x, y):
 
 
 @triton.jit
-def drawn(m, p, g):
+def drawn(m, p):
     """Return what `update_rules.drawn` returns."""
-    h = _bits(m) * 0x9E3779B1 ^ _bits(p) * 0x85EBCA6B ^ _bits(g) * 0xC2B2AE35
-    h = (h ^ (h >> 16)) * 0x7FEB352D
+    h = (_bits(m) ^ _bits(p) >> 16) * 0x7FEB352D
     h = (h ^ (h >> 15)) * 0x846CA68B
     return ((h >> 16).to(tl.float32) + 0.5) * (1.0 / 65536)
 

@@ -65,7 +65,7 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
 
     Example:
         >>> codec_of(Block(map="DE", signed=True), signed=True)
-        Codec(kind='block', bits=4, codebook='DE', signed=True)
+        Codec(kind='block', bits=4, codebook='DE', signed=True, drawn=False)
     """
     codec, plain = None, None  # any option that the kernels do not know keeps a compressor out
     if compressor.is_identity:
@@ -79,8 +79,12 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
         plain = Rank1(map=compressor.map)
     elif isinstance(compressor, Block) and compressor.bits in BLOCKS:
         bits, name = compressor.bits, compressor.map
-        codec = Codec("block", bits, name, signed)
-        plain = Block(block_size=BLOCKS[bits], map=name, bits=bits, signed=signed)
+        drawn = compressor.rounding == "stochastic" and signed and bits == 4
+        codec = Codec("block", bits, name, signed, drawn)
+        rounding = "stochastic" if drawn else "nearest"
+        plain = Block(
+            block_size=BLOCKS[bits], map=name, bits=bits, signed=signed, rounding=rounding
+        )
         if bits == 8 and name not in CODEBOOKS8:
             return None
     return codec if compressor == plain else None

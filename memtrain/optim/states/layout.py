@@ -44,7 +44,7 @@ class Choice:
         first: Name of the compressor of signed states (`named`).
         second: Name of the compressor of `exp_avg_sq`-like states, which are never negative.
         bits: Bits per code of both, 2 to 8.
-        seed: Feeds the stochastic rounding of names that end in `+SR`.
+        seed: Feeds the stochastic rounding of `+SR` names that no fused kernel serves.
         min_elements: Parameters of at most so many elements keep exact states.
 
     Raises:

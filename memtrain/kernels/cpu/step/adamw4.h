@@ -35,11 +35,12 @@ inline void finalize_scales(StepTask& t) {
 // step, while the next block's begin. One loop does the first half of a block and the second half
 // of the one before: neither waits for the other's roots and quotients.
 struct Block {
-  alignas(64) float first[128], second[128], divisor[128];
+  alignas(64) float first[128], second[128], divisor[128], drawn[128];
 };
 
 // kApart: a last block that is not whole, or tensors that are not float32, go through buffers.
-template <int kSecond, bool kAligned, bool kPlain, bool kApart>
+// kDraws: `drawn` rounds the first moment.
+template <int kSecond, bool kDraws, bool kAligned, bool kPlain, bool kApart>
 inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
   if (begin >= end) return;
   const Scalars s = splat_all(t.scalars);
@@ -53,12 +54,14 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
   alignas(64) float g_tail[128] = {}, p_tail[2][128] = {}, r[128], c[128], ri[128], ci[128];
   Block held[2] = {};
   SignedCoder m_coder = {};
+  DrawnCoder drawn_coder = {};
   UnsignedCoder v_coder = {};
   Draws draws;
   Place place(begin, kAligned ? t.cols : 1);
 
   const auto start_codes = [&](int64_t b) __attribute__((always_inline)) {
-    start(m_coder, m_map, t.state[0].scale[b]);
+    if (kDraws) start(drawn_coder, m_map.table, t.state[0].scale[b]);
+    else start(m_coder, m_map, t.state[0].scale[b]);
     if (kSecond == kAsFirst) start(v_coder, v_map, t.state[1].scale[b]);
   };
   const auto second_half = [&](Block& block, float* p, int pair) __attribute__((always_inline)) {
@@ -67,12 +70,14 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
       const F divisor = load(block.divisor + at);
       store(p + at, AdamW::divide(s, load(p + at), load(block.first + at), divisor));
     }
-    take(m_coder, block.first, pair);
+    if (kDraws) take(drawn_coder, block.first, block.drawn, pair);
+    else take(m_coder, block.first, pair);
     if (kSecond == kAsFirst) take_scaled(v_coder, block.second, pair);
     if (kSecond == kRank1) take_unit(v_coder, block.second, pair);
   };
   const auto finish_codes = [&](Block& block, int64_t b) __attribute__((always_inline)) {
-    finish(m_coder, m_map, block.first, t.state[0].scale[b], m_codes + b * 64);
+    if (kDraws) finish(drawn_coder, m_codes + b * 64);
+    else finish(m_coder, m_map, block.first, t.state[0].scale[b], m_codes + b * 64);
     if (kSecond == kAsFirst)
       finish_scaled(v_coder, v_map, block.second, t.state[1].scale[b], v_codes + b * 64);
     if (kSecond == kRank1) finish_unit(v_coder, v_map, block.second, v_codes + b * 64);
@@ -110,7 +115,7 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
       MT_UNROLL(2)
       for (int h = 0; h < 2; ++h) {
         const int at = h * 64 + k * 16;
-        const F grad = gradient<kPlain>(s, load(g + at), load(p + at));
+        const F weight = load(p + at), grad = gradient<kPlain>(s, load(g + at), weight);
         const F old = decode(m_values, h ? m_byte >> 4 : m_byte) * m_scale;
         F first = AdamW::first(s, grad, old), square;
         const F row = kAligned ? old_row : kSecond == kAsFirst ? F{} : load(r + at);
@@ -121,15 +126,18 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
           square = AdamW::second(s, grad, decode(v_values, h ? v_byte >> 4 : v_byte) * scale);
         }
         store(now.divisor + at, AdamW::divisor(s, square));
+        F u = kDraws ? drawn(first, weight) : F{};
         if (kApart) {  // what lies past the end is zero, as the reference pads
           const I inside = lane + at < static_cast<int32_t>(n);
           first = (F)((I)first & inside), square = (F)((I)square & inside);
+          if (kDraws) u = (F)((I)u & inside);
         }
         extend(m_top, first);
         if (kSecond == kAsFirst) v_top = imax(v_top, magnitude(square));
         if (kSecond == kRank1)
           square = square * (F)imax((I)(kAligned ? inv_row : load(ri + at)), (I)load(cinv + at));
         store(now.first + at, first);
+        if (kDraws) store(now.drawn + at, u);
         if (kSecond != kFactored) store(now.second + at, square);
       }
       if (b > begin) second_half(then, before, k);
@@ -151,25 +159,30 @@ inline void update_pass(const StepTask& t, int64_t begin, int64_t end) {
   if (kApart) write_weights(t.p, t.p_type, t.master, last * 128, n, p, draws);
 }
 
-template <int kSecond, bool kAligned, bool kPlain>
+template <int kSecond, bool kDraws, bool kAligned, bool kPlain>
 inline void update_all(const StepTask& t, int64_t begin, int64_t end) {
   const int64_t whole = t.direct() ? std::min(end, t.n / 128) : begin;
-  update_pass<kSecond, kAligned, kPlain, false>(t, begin, whole);
-  if (whole < end) update_pass<kSecond, kAligned, kPlain, true>(t, whole, end);
+  update_pass<kSecond, kDraws, kAligned, kPlain, false>(t, begin, whole);
+  if (whole < end) update_pass<kSecond, kDraws, kAligned, kPlain, true>(t, whole, end);
 }
 
-template <bool kPlain>
+template <bool kDraws, bool kPlain>
 inline void update_form(const StepTask& t, int64_t begin, int64_t end) {
   const bool aligned = t.cols % 128 == 0;
-  if (t.second == kAsFirst) update_all<kAsFirst, false, kPlain>(t, begin, end);
+  if (t.second == kAsFirst) update_all<kAsFirst, kDraws, false, kPlain>(t, begin, end);
   if (t.second == kRank1)
-    aligned ? update_all<kRank1, true, kPlain>(t, begin, end)
-            : update_all<kRank1, false, kPlain>(t, begin, end);
+    aligned ? update_all<kRank1, kDraws, true, kPlain>(t, begin, end)
+            : update_all<kRank1, kDraws, false, kPlain>(t, begin, end);
   if (t.second == kFactored)
-    aligned ? update_all<kFactored, true, kPlain>(t, begin, end)
-            : update_all<kFactored, false, kPlain>(t, begin, end);
+    aligned ? update_all<kFactored, kDraws, true, kPlain>(t, begin, end)
+            : update_all<kFactored, kDraws, false, kPlain>(t, begin, end);
+}
+
+template <bool kDraws>
+inline void update_rounded(const StepTask& t, int64_t begin, int64_t end) {
+  is_plain(t) ? update_form<kDraws, true>(t, begin, end) : update_form<kDraws, false>(t, begin, end);
 }
 
 inline void update_adamw4(const StepTask& t, int64_t begin, int64_t end) {
-  is_plain(t) ? update_form<true>(t, begin, end) : update_form<false>(t, begin, end);
+  t.draws ? update_rounded<true>(t, begin, end) : update_rounded<false>(t, begin, end);
 }

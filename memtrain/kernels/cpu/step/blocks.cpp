@@ -178,14 +178,6 @@ inline void update_bytes(const StepTask& t, int64_t begin, int64_t end) {
   }
 }
 
-// The codes of 16 values, rounded up or down by comparison with `u`. The bounds of `lower` are the
-// values from the second on.
-MT_INLINE I encode_drawn(const Codebook& lower, F x, F u, F scale) {
-  const I low = encode(lower, x);
-  const F from = decode(lower.values, low), to = decode(lower.values, low + 1);
-  return low - (x > (from + u * (to - from)) * scale);  // true is -1
-}
-
 template <int kBits, bool kDraws>
 inline void keep(const State& s, int64_t b, int64_t n, const float* x, const float* u, float scale) {
   if (kBits == 32) {
@@ -197,12 +189,11 @@ inline void keep(const State& s, int64_t b, int64_t n, const float* x, const flo
   const I sign = sign_bits(scale);
   scale = __builtin_fabsf(scale);
   if constexpr (kDraws) {
-    const F size = splat(scale + (scale - scale));  // Inf becomes NaN: no bound is passed
-    const Codebook lower = with_bounds(load(s.codebook), load(s.codebook + 1) * size);
+    const DrawnMap map = drawn_map(s.codebook, scale);
     MT_UNROLL(1)
     for (int64_t i = 0; i < 64; i += 16)
-      narrow(codes + i, encode_drawn(lower, flipped(load(x + i), sign), load(u + i), size) |
-                            encode_drawn(lower, flipped(load(x + 64 + i), sign), load(u + 64 + i), size) << 4);
+      narrow(codes + i, encode_drawn(map, flipped(load(x + i), sign), load(u + i)) |
+                            encode_drawn(map, flipped(load(x + 64 + i), sign), load(u + 64 + i)) << 4);
     return;
   }
   const Codebook book = scaled(s.codebook, scale);
@@ -211,13 +202,12 @@ inline void keep(const State& s, int64_t b, int64_t n, const float* x, const flo
     narrow(codes + i, encode(book, flipped(load(x + i), sign)) | encode(book, flipped(load(x + 64 + i), sign)) << 4);
 }
 
-// States of 4 or 32 bits, or none: held stays zero.
-template <typename Rule, int kBits>
+// States of 4 or 32 bits, or none: held stays zero. kDraws: a state is rounded by `drawn`.
+template <typename Rule, int kBits, bool kDraws>
 inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
   constexpr int kStates = Rule::kStates;
   const Scalars h = splat_all(t.scalars);
   const I lane = lane_numbers();
-  constexpr bool kDraws = Rule::kDraws && kBits == 4;
   float g_part[128] = {}, p_part[128] = {}, held[kStates][128] = {}, u[128];
   Draws draws;
   for (int64_t b = begin; b < end; ++b) {
@@ -239,13 +229,15 @@ inline void update_128(const StepTask& t, int64_t begin, int64_t end) {
       F x[kStates];
       for (int k = 0; k < kStates; ++k) x[k] = load(held[k] + at);
       store(p + at, Rule::update(h, old, grad, x));
+      F share = kDraws ? drawn(x[0], old) : F{};
       for (int k = 0; k < kStates; ++k) {
         if (n < 128) {  // what lies past the end is zero, as the reference pads
           const I inside = lane + static_cast<int32_t>(at) < static_cast<int32_t>(n);
           x[k] = (F)((I)x[k] & inside);
+          if (kDraws) share = (F)((I)share & inside);
         }
         extend(top[k], x[k]);
-        if (kDraws) store(u + at, drawn(x[k], old, grad));
+        if (kDraws) store(u + at, share);
         if (kBits > 0) store(held[k] + at, x[k]);
       }
     }
@@ -266,10 +258,11 @@ inline void update_bits(const StepTask& t, int64_t begin, int64_t end) {
   if constexpr (Rule::kStates == 2)
     if (t.bits == 8 && t.second == kFactored) return update_8<Rule, true>(t, begin, end);
   if (t.bits == 8) update_8<Rule, false>(t, begin, end);
-  if (t.bits == 4) update_128<Rule, 4>(t, begin, end);
-  if (t.bits == 32) update_128<Rule, 32>(t, begin, end);
+  if constexpr (Rule::kStates == 1)  // two: adamw4.h
+    if (t.bits == 4) t.draws ? update_128<Rule, 4, true>(t, begin, end) : update_128<Rule, 4, false>(t, begin, end);
+  if (t.bits == 32) update_128<Rule, 32, false>(t, begin, end);
   if constexpr (Rule::kStates == 1)  // SGD without momentum
-    if (t.bits == 0) update_128<Rule, 0>(t, begin, end);
+    if (t.bits == 0) update_128<Rule, 0, false>(t, begin, end);
 }
 
 inline void update_rule(const StepTask& t, int64_t begin, int64_t end) {

@@ -18,6 +18,27 @@ MT_INLINE void search_signed(const float* table, float scale, const float* x, ui
     narrow(codes + i, encode(book, flipped(load(x + i), sign)) | encode(book, flipped(load(x + 64 + i), sign)) << 4);
 }
 
+// A block on its way to codes that `drawn` rounds.
+struct DrawnCoder {
+  DrawnMap map;
+  I sign, codes[8];
+};
+
+MT_INLINE void start(DrawnCoder& c, const float* table, float scale) {
+  c.sign = sign_bits(scale), c.map = drawn_map(table, __builtin_fabsf(scale));
+}
+
+MT_INLINE void take(DrawnCoder& c, const float* x, const float* u, int pair) {
+  MT_UNROLL(2)
+  for (int k = 2 * pair; k < 2 * pair + 2; ++k)
+    c.codes[k] = encode_drawn(c.map, flipped(load(x + 16 * k), c.sign), load(u + 16 * k));
+}
+
+MT_INLINE void finish(const DrawnCoder& c, uint8_t* codes) {
+  MT_UNROLL(4)
+  for (int k = 0; k < 4; ++k) narrow(codes + 16 * k, c.codes[k] | c.codes[k + 4] << 4);
+}
+
 // The second moment's map; its values come times `unit` where no block has a scale of its own.
 struct UnsignedMap {
   const float* table;

@@ -33,7 +33,6 @@ MT_INLINE bool is_plain(const Row& t) {
 // in two parts, so that a block's quotients may wait for the loop of the next block.
 struct AdamW {
   static constexpr int kStates = 2;
-  static constexpr bool kDraws = false;  // whether 4-bit states are rounded by `drawn`
   static constexpr bool kDivides = true;
   static MT_MEMBER F first(const Scalars& s, F g, F m) { return m + s.a * (g - m); }
   static MT_MEMBER F second(const Scalars& s, F g, F v) { return s.b * v + (s.c * g) * g; }
@@ -49,7 +48,6 @@ struct AdamW {
 
 struct Sgd {
   static constexpr int kStates = 1;
-  static constexpr bool kDraws = false;
   static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     x[0] = s.a * x[0] + s.b * g;
@@ -58,18 +56,33 @@ struct Sgd {
 };
 
 // `drawn` of update_rules.py.
-MT_INLINE F drawn(F m, F p, F g) {
+MT_INLINE F drawn(F m, F p) {
   const auto times = [](I x, uint32_t odd) __attribute__((always_inline)) { return x * (I{} + static_cast<int32_t>(odd)); };
-  I h = times(magnitude(m), 0x9E3779B1u) ^ times(magnitude(p), 0x85EBCA6Bu) ^ times(magnitude(g), 0xC2B2AE35u);
-  h = times(h ^ ((h >> 16) & 0xFFFF), 0x7FEB352Du);
+  I h = times(magnitude(m) ^ (((I)p >> 16) & 0x7FFF), 0x7FEB352Du);
   h = times(h ^ ((h >> 15) & 0x1FFFF), 0x846CA68Bu);
-  const I mantissa = (((h >> 16) & 0xFFFF) << 7) + 0x40;  // (r + 0.5) / 65536, above 1
-  return (F)(mantissa + 0x3F800000) - splat(1.0f);
+  return (F)(((h >> 9) & 0x7FFF80) | (I{} + 0x3F800040)) - splat(1.0f);  // (r + 0.5) / 65536, above 1
+}
+
+// A 4-bit codebook for rounding by `drawn`; the bounds of `lower` are the values from the second on.
+struct DrawnMap {
+  Codebook lower;
+  F gaps, scale;
+};
+
+MT_INLINE DrawnMap drawn_map(const float* table, float scale) {
+  const F size = splat(scale + (scale - scale));  // Inf becomes NaN: no bound is passed
+  const F values = load(table), following = load(table + 1);  // the last lane is never a gap
+  return {with_bounds(values, following * size), following - values, size};
+}
+
+// The codes of 16 values, rounded up or down by comparison with `u`.
+MT_INLINE I encode_drawn(const DrawnMap& map, F x, F u) {
+  const I low = encode(map.lower, x);
+  return low - (x > (decode(map.lower.values, low) + u * decode(map.gaps, low)) * map.scale);  // true is -1
 }
 
 struct Lion {
   static constexpr int kStates = 1;
-  static constexpr bool kDraws = true;
   static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     const F c = s.a * x[0] + s.b * g, zero = {};

@@ -22,7 +22,9 @@ struct Row {
   const float* g;
   State state[2];
   const float* scalars;
-  int64_t n, rows, cols, rule, bits, second, p_type, g_type;  // bits: 0 without a state
+  int64_t n, rows, cols, rule, bits;  // bits: 0 without a state
+  int32_t second, draws;              // draws: whether `drawn` rounds the first state
+  int64_t p_type, g_type;
   MasterWeight master;
   int64_t dims, shape[kMaxDims];  // of rank-1 only
   bool direct() const { return p_type == kFloat32 && g_type == kFloat32; }
