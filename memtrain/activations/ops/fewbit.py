@@ -8,7 +8,6 @@ from torch import Tensor
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.fewbit.register import registered
-from memtrain.compressors.fewbit.step_function import Approximation
 from memtrain.kernels.derivative import derivative, pointwise
 from memtrain.kernels.strides import in_order, is_dense, memory_order
 
@@ -54,7 +53,7 @@ def fewbit(
     wanted = value or (compressor.function, compressor.parameters)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _overwrite(x, wanted) if inplace else _plain(x, wanted)
-    return (_in_place if inplace else _out_of_place)(x, compressor, wanted)
+    return _fewbit(x, compressor, wanted, inplace)
 
 
 def _plain(x: Tensor, wanted: Value) -> Tensor:
@@ -72,26 +71,21 @@ def _overwrite(x: Tensor, wanted: Value) -> Tensor:
     return pointwise.overwrite(function, x, parameters)
 
 
-def _fewbit_forward(ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value) -> Tensor:
-    step = compressor.table()
-    dense = x if is_dense(x) else x.clone()
-    y = _plain(x, wanted)  # of `x`: the last bit depends on the strides
-    y = y if y.stride() == dense.stride() else torch.empty_like(dense).copy_(y)
-    ctx.save_for_backward(_encode(dense, step))
-    ctx.step = step.levels, y.shape, y.stride()
-    return y
-
-
-def _fewbit_inplace_forward(
-    ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value
+def _fewbit_forward(
+    ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value, inplace: bool
 ) -> Tensor:
     step = compressor.table()
     # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
     dense = x if is_dense(x) else x.clone()
-    ctx.save_for_backward(_encode(dense, step))
+    flat = memory_order(dense)
+    codes = derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
+    ctx.save_for_backward(codes)
     ctx.step = step.levels, dense.shape, dense.stride()
-    ctx.mark_dirty(x)
-    return _overwrite(x, wanted)
+    if inplace:
+        ctx.mark_dirty(x)
+        return _overwrite(x, wanted)
+    y = _plain(x, wanted)  # of `x`: the last bit depends on the strides
+    return y if y.stride() == dense.stride() else torch.empty_like(dense).copy_(y)
 
 
 def _fewbit_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
@@ -99,10 +93,4 @@ def _fewbit_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     return (derivative.backward(in_order(grad, shape, stride), codes, levels),)
 
 
-_out_of_place = autograd_function(_fewbit_forward, _fewbit_backward)
-_in_place = autograd_function(_fewbit_inplace_forward, _fewbit_backward)
-
-
-def _encode(dense: Tensor, step: Approximation) -> Tensor:
-    flat = memory_order(dense)
-    return derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
+_fewbit = autograd_function(_fewbit_forward, _fewbit_backward)

@@ -1,15 +1,24 @@
-"""Max-pooling that saves the position of each maximum within its window, at 1 to 8 bits."""
+"""Max-pooling that saves the position of each maximum within its window, at 1 to 8 bits.
+
+Torch saves the input and 8 bytes of index per output. Here the backward computes torch's indices
+from the positions: ties and NaN go where torch sends them. Values and gradients are torch's own. A
+position takes ceil(log2(elements of a window)) bits.
+
+Reference:
+    Chen et al., ActNN, ICML 2021, arXiv:2104.14129: the index inside the window.
+"""
 
 from collections.abc import Mapping, Sequence
 from math import prod
-from typing import Any
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, is_lossy
-from memtrain.activations.ops.spatial import memory_format_of, per_dimension, strides_of
+from memtrain.activations.ops.spatial import memory_format_of
 from memtrain.activations.saved.flatten import flatten, restore
 from memtrain.compressors import Compressor, Key
 from memtrain.kernels.packing.pack import pack_codes, unpack_codes
@@ -26,9 +35,12 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     x, n = values.get("input"), int(base[-2])
     if not isinstance(x, Tensor) or x.dim() not in (n + 1, n + 2) or x.numel() == 0:
         return None
-    kernel = per_dimension(values["kernel_size"], n)
-    sizes = [kernel, strides_of(values.get("stride"), kernel)]
-    sizes += [per_dimension(values.get(k, d), n) for k, d in (("padding", 0), ("dilation", 1))]
+    kernel = _per_dimension(values["kernel_size"], n)
+    stride = values.get("stride")
+    if stride is None or (isinstance(stride, list | tuple) and not stride):
+        stride = kernel
+    sizes = [kernel, _per_dimension(stride, n)]
+    sizes += [_per_dimension(values.get(k, d), n) for k, d in (("padding", 0), ("dilation", 1))]
     if prod(kernel) > MAX_WINDOW or any(len(size) != n for size in sizes):
         return None
     flat = n == 1  # one spatial dimension is run as two, as torch does
@@ -37,54 +49,13 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     pool_args: tuple[Any, ...] = (*sizes, bool(values.get("ceil_mode", False)))
 
     def run(compressor: Compressor, key: Key) -> Tensor | tuple[Tensor, Tensor]:
-        y, indices = max_pool(x.unsqueeze(-2) if flat else x, *pool_args)
+        y, indices = _max_pool(x.unsqueeze(-2) if flat else x, pool_args)
         if flat:
             y, indices = y.squeeze(-2), indices.squeeze(-2)
         return (y, indices) if base != name or values.get("return_indices") else y
 
     # The positions are packed without loss, whatever the compressor.
     return Call(base, x, run, is_lossy, "saved")
-
-
-def max_pool(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    ceil_mode: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """Max-pooling over two or three spatial dimensions; value and gradient are torch's own.
-
-    Torch saves the input and 8 bytes of index per output; this saves the position of the maximum
-    within its window, from which the backward computes torch's indices: ties and NaN go where torch
-    sends them.
-
-    Args:
-        x: Float, [N, C, H, W], [N, C, D, H, W] or without N.
-        kernel: One number per spatial dimension, as the next ones; up to 256 elements in all.
-        stride: As torch's.
-        padding: As torch's.
-        dilation: As torch's.
-        ceil_mode: As torch's.
-
-    Returns:
-        The maxima, and torch's int64 indices of their shape.
-
-    Memory:
-        Kept for backward: ceil(log2(elements of a window)) / 8 bytes per output.
-
-    Example:
-        >>> x = torch.tensor([[[1.0, 3.0], [2.0, 0.0]]], requires_grad=True)
-        >>> max_pool(x, (2, 2), (2, 2), (0, 0), (1, 1))[0].sum().backward()
-        >>> x.grad
-        tensor([[[0., 1.],
-                 [0., 0.]]])
-
-    Reference:
-        Chen et al., ActNN, ICML 2021, arXiv:2104.14129: the index inside the window.
-    """
-    return _max_pool(x, (kernel, stride, padding, dilation, ceil_mode))
 
 
 def _max_pool_forward(ctx: Any, x: Tensor, args: tuple[Any, ...]) -> tuple[Tensor, Tensor]:
@@ -112,6 +83,13 @@ def _max_pool_backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Tensor]:
 
 
 _max_pool = autograd_function(_max_pool_forward, _max_pool_backward)
+
+
+def _per_dimension(value: Any, n: int) -> tuple[int, ...]:
+    """One number, also NumPy's or a tensor's, or a sequence of one, for each of `n` dimensions."""
+    if isinstance(value, SupportsIndex):
+        return (index(value),) * n
+    return tuple(value) * (n if len(value) == 1 else 1)
 
 
 def _windows(args: tuple[Any, ...], sizes: Sequence[int], y: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,40 +1,7 @@
-"""Spatial dimensions: arguments of one number or one per dimension, and memory formats."""
-
-from operator import index
-from typing import Any, SupportsIndex
+"""Memory formats of tensors with spatial dimensions."""
 
 import torch
 from torch import Tensor
-
-
-def per_dimension(value: Any, n: int) -> tuple[Any, ...]:
-    """One number, or None, for each of `n` dimensions.
-
-    Args:
-        value: A number, also NumPy's or a tensor's; None; or a sequence of `n` or of one.
-        n: How many dimensions there are.
-
-    Example:
-        >>> per_dimension(3, 2), per_dimension([3], 2), per_dimension((3, None), 2)
-        ((3, 3), (3, 3), (3, None))
-    """
-    if isinstance(value, SupportsIndex):
-        return (index(value),) * n
-    if value is None:
-        return (None,) * n
-    return tuple(value) * (n if len(value) == 1 else 1)
-
-
-def strides_of(value: Any, kernel: tuple[int, ...]) -> tuple[int, ...]:
-    """The strides of a pool's windows: None and an empty sequence stand for the kernel's own size.
-
-    Example:
-        >>> strides_of(None, (2, 3)), strides_of([], (2, 3)), strides_of(1, (2, 3))
-        ((2, 3), (2, 3), (1, 1))
-    """
-    if value is None or (isinstance(value, list | tuple) and not value):
-        return kernel
-    return per_dimension(value, len(kernel))
 
 
 def memory_format_of(x: Tensor) -> torch.memory_format:

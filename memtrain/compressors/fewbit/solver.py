@@ -18,7 +18,6 @@ from memtrain.compressors.fewbit.functions import (
     Interval,
     complete,
     curve,
-    normal_pdf,
 )
 from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approximation
 
@@ -240,7 +239,7 @@ def solve(
     fn: str | Curve,
     bits: int,
     interval: Interval = (-10.0, 10.0),
-    weight: str | Function = "uniform",
+    weight: Function | None = None,
     *,
     n: int = 2000,
     refine: bool = True,
@@ -254,8 +253,8 @@ def solve(
         fn: A name in `fewbit.functions.CURVES`, or a `Curve`.
         bits: Bits per code, 1 to 8.
         interval: The interval of the error's integral. The outermost levels continue outside.
-        weight: `"uniform"` (1), `"normal"` (the standard density) or a positive function of
-            float64 arrays. With `"uniform"` every level is exactly (f(b) - f(a)) / (b - a).
+        weight: A positive function of float64 arrays, or None for 1. With None every level is
+            exactly (f(b) - f(a)) / (b - a).
         n: Grid cells over the interval.
         refine: Whether to leave the grid.
 
@@ -282,10 +281,10 @@ def solve(
         raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
     if n < 2 * 2**bits:
         raise ValueError(f"n {n} is too small for {bits} bits; allowed: {2 * 2**bits} or more")
-    shape, density = curve(fn) if isinstance(fn, str) else fn, _density(weight)
-    even = _is_even(shape, density, interval)
+    shape = curve(fn) if isinstance(fn, str) else fn
+    even = _is_even(shape, weight, interval)
     low, cells = (0.0, n // 2) if even else (interval[0], n)
-    problem = prepare(shape, density, (low, interval[1]), cells)
+    problem = prepare(shape, weight, (low, interval[1]), cells)
     boundaries = problem.grid[search(problem.mass, problem.moment, 2**bits)]
     if refine:
         boundaries = _refined(problem, boundaries)
@@ -339,14 +338,6 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits {bits!r} is not an integer; allowed: 1 to {MAX_BITS}")
     if not 1 <= bits <= MAX_BITS:
         raise ValueError(f"bits {bits} is out of range; allowed: 1 to {MAX_BITS}")
-
-
-def _density(weight: str | Function) -> Function | None:
-    if not isinstance(weight, str):
-        return weight
-    if weight not in ("uniform", "normal"):
-        raise ValueError(f"weight {weight!r} is unknown; allowed: uniform, normal or a function")
-    return None if weight == "uniform" else normal_pdf
 
 
 def _is_even(shape: Curve, weight: Function | None, interval: Interval) -> bool:
