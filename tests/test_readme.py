@@ -1,5 +1,6 @@
 """The README's loop runs as it stands, its commands and presets exist, and it stays short."""
 
+import csv
 import re
 import subprocess
 import sys
@@ -45,3 +46,14 @@ def test_the_picture_says_what_the_alt_text_says():
     (alt, path) = re.search(r"!\[(.*)\]\((\S+\.svg)\)", README).groups()
     assert "balanced" in alt
     assert re.search(r"memtrain, balanced: \d+\.\d\d GiB at the peak", (ROOT / path).read_text())
+
+
+def test_the_rows_of_predicted_peaks_are_counted_as_committed():
+    """On every page that names them."""
+    with (ROOT / "benchmarks/results/peaks.csv").open(encoding="utf-8") as file:
+        rows = [*csv.DictReader(file)]
+    within = sum(row["holds"] == "True" for row in rows)
+    assert f"{within} of {len(rows)} rows" in README
+    assert f"{within} of {len(rows)} rows" in (ROOT / "docs/evidence.md").read_text()
+    assert f"| {within} within 3%" in (ROOT / "docs/guides/report.md").read_text()
+    assert f"| {within} within 3%" in (ROOT / "benchmarks/README.md").read_text()
