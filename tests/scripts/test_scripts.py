@@ -14,17 +14,13 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import memtrain
+from tests.scripts.loops import LOOPS, put_in
 
 pytestmark = [
     pytest.mark.nightly,
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),  # of what a preset finds nothing of
 ]
 LAST = 10
-
-
-def put_in(cfg, model, optimizer):
-    return (model, optimizer) if cfg is None else memtrain.wrap(model, optimizer, cfg)
 
 
 def trained(cfg, model, loss, steps, rate=1e-3):
@@ -309,7 +305,7 @@ def style_transfer(cfg):
 SCRIPTS = {
     script.__name__: script
     for script in (
-        nano_gpt, dcgan, vae, siamese, ppo, maml, siren, gat, diffusion, style_transfer
+        nano_gpt, dcgan, vae, siamese, ppo, maml, siren, gat, diffusion, style_transfer, *LOOPS
     )
 }  # fmt: skip
 
