@@ -17,6 +17,8 @@ from memtrain.plan.plan import make_plan
 class Coupled(torch.optim.Optimizer):
     """Momentum, with a step size from the norm of all gradients, and a sum over all of them."""
 
+    key = "momentum_buffer"
+
     def __init__(self, params, lr=0.1):
         super().__init__(params, {"lr": lr, "total": 0.0})
 
@@ -33,10 +35,16 @@ class Coupled(torch.optim.Optimizer):
         for group, p in ready:
             state = self.state[p]
             if not state:
-                state["momentum_buffer"] = torch.zeros_like(p)
-            state["momentum_buffer"].mul_(0.9).add_(p.grad / (1 + self.param_groups[0]["total"]))
-            p.sub_(group["lr"] * state["momentum_buffer"])
+                state[self.key] = torch.zeros_like(p)
+            state[self.key].mul_(0.9).add_(p.grad / (1 + self.param_groups[0]["total"]))
+            p.sub_(group["lr"] * state[self.key])
         return loss
+
+
+class Numbered(Coupled):
+    """Has a number for a state's name, as heavyball's optimizers do."""
+
+    key = 0
 
 
 class ScheduleFree(Coupled):
@@ -111,7 +119,7 @@ def test_separable_classes_step_alone_as_together(kind):
 
 
 @pytest.mark.parametrize("closure", [False, True])
-@pytest.mark.parametrize("cls", [Coupled, ScheduleFree])
+@pytest.mark.parametrize("cls", [Coupled, Numbered, ScheduleFree])
 def test_exact_is_exact(cls, closure):
     plain, model = make(), make()
     reference = cls(groups(plain))
