@@ -75,7 +75,8 @@ class _StateCompressors:
         if own not in self.names and (model := self.model()) is not None:  # added, or sharded since
             self.names = {p: name for name, p in model.named_parameters()}
         name = self.names.get(own, "(added later)")
-        return self.plan.choose_state(name, str(state), tested=self.tested)  # a number, in heavyball
+        text = str(state)  # heavyball has numbers
+        return self.plan.choose_state(name, text, tested=self.tested)
 
     @property
     def seed(self) -> int:
