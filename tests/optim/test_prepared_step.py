@@ -82,7 +82,7 @@ def counted_as_float64(params, optimizer):
 
 CHANGES = [nothing, rate, without_one, transposed, moved, smaller, loaded, added, replaced]
 CHANGES += [swapped, reordered, counted_separately, counted_as_float64]
-SAME = [nothing, rate, counted_separately, reordered]
+SAME = [nothing, rate, counted_separately, counted_as_float64, reordered]
 
 
 @pytest.mark.parametrize("change", CHANGES)

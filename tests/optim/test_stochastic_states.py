@@ -9,6 +9,7 @@ import memtrain
 from memtrain.optim.fused.adam import AdamW4bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed import CompressedOptimizer
+from memtrain.optim.wrappers.release import ReleaseGradients
 
 
 def weights():
@@ -120,3 +121,13 @@ def test_the_configs_seed_is_used_and_unwrap_leaves_nothing_behind():
         assert all(set(state) == {"momentum_buffer"} for state in restored.state.values())
     assert torch.equal(results[0], results[1])
     assert not torch.equal(results[0], results[2])
+
+
+@pytest.mark.parametrize("make", [sgd, adam])
+def test_each_parameter_has_its_own_bits_where_gradients_are_released(make):
+    optimizer = ReleaseGradients(make(params := weights(), seed=1))
+    for param in params:
+        (param * torch.linspace(0.1, 1.0, 5000).view(100, 50)).sum().backward()
+    optimizer.step()
+    found = codes(optimizer)
+    assert not any(equal(found[: len(found) // 2], found[len(found) // 2 :]))

@@ -10,6 +10,7 @@ from torch import nn
 
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit, CompressedOptimizer, SGD4bit
+from memtrain.optim.states.targets import Target
 from memtrain.optim.wrappers.weights import FORMATS, SplitWeights, keeps_float32
 from memtrain.optim.wrappers.wrapper import CHUNK, chunks
 
@@ -245,8 +246,9 @@ def test_strides_are_kept_and_bundles_are_bounded():
     weight.grad = torch.zeros_like(weight)
     optimizer.step()
     assert torch.equal(optimizer.master(weight), before)
-    meta = [torch.empty(n, device="meta") for n in (CHUNK // 2, CHUNK // 2, 1, 2 * CHUNK, 5)]
-    assert [[p.numel() for p in bundle] for bundle in chunks(meta)] == [
+    sizes = (CHUNK // 2, CHUNK // 2, 1, 2 * CHUNK, 5)
+    targets = [Target(torch.empty(n, device="meta"), None) for n in sizes]
+    assert [[t.param.numel() for t in bundle] for bundle in chunks(targets)] == [
         [CHUNK // 2, CHUNK // 2], [1], [2 * CHUNK], [5],
     ]  # fmt: skip
 

@@ -1,20 +1,20 @@
 """Optimizers whose kernels decompress, step and compress all parameters at once."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
+from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step.codecs import EXACT, Codec
 from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
-from memtrain.kernels.step.split import NO_MASTER, MasterWeight
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Scalars
 from memtrain.optim.fused.payloads import (
@@ -25,20 +25,22 @@ from memtrain.optim.fused.payloads import (
     real_view,
     zeros,
 )
-from memtrain.optim.fused.step_tensors import USUAL, StepTensors, tensors_of
+from memtrain.optim.fused.step_tensors import StepTensors, tensors_of
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
     refuse_capture,
+)
+from memtrain.optim.states.per_parameter import PerParameter, positions_of
+from memtrain.optim.states.shards import USUAL, local, shard_of
+from memtrain.optim.states.targets import (
+    Part,
+    Target,
+    parts_of,
     refuse_meta,
     refuse_sparse,
-)
-from memtrain.optim.states.per_parameter import PerParameter
-from memtrain.optim.states.shards import (
-    local,
-    local_gradient,
-    shard_of,
+    with_local_gradients,
 )
 
 Fused = TypeVar("Fused", bound="FusedStates")
@@ -70,9 +72,6 @@ class FusedStates(CompressedStates):
     bits: ClassVar[int] = 4
     counts: ClassVar[bool] = False
     """Whether each parameter's state has a counter of steps."""
-    _masters: Mapping[Tensor, MasterWeight] = {}
-    _guards: Mapping[Tensor, Tensor] = {}
-    _keeps_steps: bool = True
 
     def __init_subclass__(cls) -> None:
         """Refuse names of states whose sign is not known: it decides their codebook."""
@@ -126,30 +125,6 @@ class FusedStates(CompressedStates):
         """As `CompressedStates.plain_class`."""
         return self.plain
 
-    @contextmanager
-    def reading(
-        self,
-        *,
-        masters: Mapping[Tensor, MasterWeight] | None = None,
-        guards: Mapping[Tensor, Tensor] | None = None,
-        keeps_steps: bool | None = None,
-    ) -> Iterator[None]:
-        """Use master weights and guards in the steps inside the block.
-
-        Args:
-            masters: Master weights, read and written in place of these parameters.
-            guards: A scalar per parameter. If it is not finite, the kernel skips the update.
-            keeps_steps: Whether kernel tables are cached: False for temporary parameters.
-        """
-        values = {"_masters": masters, "_guards": guards, "_keeps_steps": keeps_steps}
-        values = {name: value for name, value in values.items() if value is not None}
-        vars(self).update(values)
-        try:
-            yield
-        finally:
-            for name in values:
-                delattr(self, name)
-
     def check(self, group: dict[str, Any]) -> None:
         """As `CompressedStates.check`."""
         super().check(group)
@@ -193,129 +168,114 @@ class FusedStates(CompressedStates):
         """
         refuse_capture()
         loss = closure_loss(closure)
-        tensors = self._step_tensors()
-        prepared = None
-        if tensors is not None:
-            prepared = self._steps.find(tensors.first, tensors.signature)
-        if prepared is None:
-            params = [p for g in self.param_groups for p in g["params"]]
-            refuse_sparse(params, type(self).__name__)
-            refuse_meta(params, type(self).__name__)
-        for group in self.param_groups:
-            self.check(group)
-        masters = {param for param, master in self._masters.items() if master.any}
-        watched = self._watch.before(self.param_groups, masters)
-        if prepared is not None and tensors is not None:
-            prepared.run(self._inputs(prepared, tensors))
-        else:
-            self._prepare_and_step()
-        self._increase_versions()
-        self._watch.after(watched)
+        self.step_parts(parts_of(self.param_groups))
         self.notify_schedulers()
         return loss
 
-    def _increase_versions(self) -> None:
-        """Increment the versions of updated parameters: kernels write through data pointers."""
-        if is_simulated():
-            return
-        stepped = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
-        stepped += [local(param) for param in stepped if type(param) not in USUAL]
-        torch.autograd.graph.increment_version(stepped)
+    def step_targets(self, targets: Sequence[Target]) -> None:
+        """Update some parameters, each by the options of its group, as `step` does."""
+        positions = positions_of(self)
+        parts: dict[int, tuple[dict[str, Any], list[Target]]] = {}
+        for target in targets:
+            group = positions.group(target.param, self.param_groups)
+            parts.setdefault(id(group), (group, []))[1].append(target)
+        self.step_parts([*parts.values()])
+
+    def step_parts(self, parts: Sequence[Part]) -> None:
+        """Update the parameters of some groups; nothing has changed if this raises."""
+        own = [(group, with_local_gradients(targets)) for group, targets in parts]
+        tensors, prepared = self._step_tensors(own), None
+        if tensors is not None:
+            prepared = self._steps.find(tensors.first, tensors.signature)
+        for group, targets in own:
+            if prepared is None:
+                refuse_sparse(targets, type(self).__name__)
+                refuse_meta(targets, type(self).__name__)
+            self.check(group)
+        watched = self._watch.before(own)
+        if prepared is not None and tensors is not None:
+            prepared.run(self._inputs(own, tensors))
+        else:
+            self._prepare_and_step(own)
+        _increase_versions([target.param for _, targets in own for target in targets])
+        self._watch.after(watched)
 
     @cached_property
     def _steps(self) -> PreparedSteps:
         return PreparedSteps()
 
-    def _step_tensors(self) -> StepTensors | None:
+    def _step_tensors(self, parts: Sequence[Part]) -> StepTensors | None:
         """Return the tensors of this step; None if a cached step cannot be used."""
-        if not self._keeps_steps or is_simulated():
+        if is_simulated():
             return None
-        names = [self.state_names(group) for group in self.param_groups]
-        return tensors_of(self.param_groups, names, self.state, self._masters, self._guards)
+        return tensors_of(parts, [self.state_names(group) for group, _ in parts], self.state)
 
-    def _inputs(self, prepared: PreparedStep, tensors: StepTensors) -> Inputs:
+    def _inputs(self, parts: Sequence[Part], tensors: StepTensors) -> Inputs:
         """Return the gradients and scalars of a later step of the same tensors."""
-        scalars: list[Scalars] = []
-        counts = tensors.count() if self.counts else None
-        begin = 0
-        for group, count in zip(self.param_groups, tensors.counts, strict=True):
-            params, begin = tensors.params[begin : begin + count], begin + count
-            own = self._turns(params) if counts is None else counts[begin - count : begin]
-            scalars += self._scalars(group, own)
-        states = tensors.payloads() if prepared.reads_states else ()
-        return Inputs(tensors.grads, scalars, states, tensors.seeds, tensors.guards)
+        scalars = [one for part in parts for one in self._scalars(*part)]
+        return Inputs(tensors.grads, scalars, tensors.states, tensors.seeds, tensors.guards)
 
-    def _prepare_and_step(self) -> None:
+    def _prepare_and_step(self, parts: Sequence[Part]) -> None:
         """Build the kernel tables, run the step, and cache the tables."""
-        self._check_states()
-        entries = [entry for group in self.param_groups for entry in self._entries(group)]
-        tensors = self._step_tensors()
+        self._check_states(parts)
+        entries = [entry for part in parts for entry in self._entries(*part)]
+        tensors = self._step_tensors(parts)
         prepared = PreparedStep(entries)
         prepared.run()
-        if tensors is not None and prepared.lasting and len(entries) == len(tensors.params):
+        if tensors is not None and prepared.lasting and len(entries) == len(tensors.grads):
             self._steps.keep(tensors.first, tensors.signature, prepared)
 
-    def _check_states(self) -> None:
+    def _check_states(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` for states of another size or device, before anything changes."""
-        for group in () if is_simulated() else self.param_groups:
+        for group, targets in () if is_simulated() else parts:
             names = self.state_names(group)
-            for param in group["params"]:
-                state = self.state.get(param, {})
-                if param.grad is None or any(state.get(name) is None for name in names):
+            for target in targets:
+                state = self.state.get(target.param, {})
+                if any(state.get(name) is None for name in names):
                     continue
-                compressors, codecs = self._kept_as(param, names)
+                compressors, codecs = self._kept_as(target.param, names)
                 if codecs is not None:
                     no_scalars: Any = ()
-                    check_entry(self._entry(param, state, names, codecs, no_scalars))
+                    check_entry(self._entry(target, state, names, codecs, no_scalars))
                     continue
-                layout.check_payloads(compressors, [state[name] for name in names], param)
+                layout.check_payloads(compressors, [state[name] for name in names], target.param)
 
-    def _entries(self, group: dict[str, Any]) -> Iterator[Entry]:
+    def _entries(self, group: dict[str, Any], targets: Sequence[Target]) -> Iterator[Entry]:
         """Yield an entry per parameter; update those without a fused kernel at once."""
-        params = [param for param in group["params"] if param.grad is not None]
         names = self.state_names(group)
-        for param, scalars in zip(params, self._scalars(group, self._turns(params)), strict=True):
+        for target, scalars in zip(targets, self._scalars(group, targets), strict=True):
+            param = target.param
             state = self.state[param] if names else {}
             compressors, codecs = self._kept_as(param, names)
             for name, compressor in zip(names, compressors, strict=True):
                 if state.get(name) is None:
                     state[name] = zeros(compressor, param)
             if codecs is None:
-                self._step_whole(param, state, dict(zip(names, compressors, strict=True)), scalars)
-            elif names or not self._step_without_states(param, scalars):
-                yield self._entry(param, state, names, codecs, scalars)
+                self._step_whole(target, state, dict(zip(names, compressors, strict=True)), scalars)
+            elif names or not self._step_without_states(target, scalars):
+                yield self._entry(target, state, names, codecs, scalars)
 
-    def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
+    def _step_without_states(self, target: Target, scalars: Scalars) -> bool:
         """Update a parameter that has no states; return False to leave it to the kernel."""
         return False
 
     def _entry(
         self,
-        param: Tensor,
+        target: Target,
         state: dict[str, Any],
         names: tuple[str, ...],
         codecs: tuple[Codec, ...],
         scalars: Scalars,
     ) -> Entry:
-        master = self._masters.get(param, NO_MASTER) if self._masters else NO_MASTER
-        guard = self._guards.get(param) if self._guards else None
-        grad = param.grad
-        usual = type(param) in USUAL and not param.is_complex()
-        if usual and grad is not None and type(grad) in USUAL:
-            values = [state[name] for name in names]
-            parts = tuple([v if isinstance(v, dict) else {"tensor": v} for v in values])
-            return Entry(param, grad, parts, codecs, self.update_rule, scalars, None, master, guard)
+        param, grad, guard, master = target
         payloads = tuple(as_payload(state[name]) for name in names)
-        own = real_view(local(param))
-        grad, shard = real_view(local_gradient(param)), shard_of(param)
+        own, grad, shard = real_view(local(param)), real_view(grad), shard_of(param)
         return Entry(own, grad, payloads, codecs, self.update_rule, scalars, shard, master, guard)
 
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]
     ) -> tuple[list[Compressor], tuple[Codec, ...] | None]:
         """The compressors of a parameter's states and the kernels' codecs, decided once."""
-        # What stands for a parameter lives for one step, and holds its gradient.
-        param = getattr(param, "_stands_for", param)
         kept = self._codecs.get(param)
         if kept is None:
             kept = self._codecs[param] = {}
@@ -332,13 +292,13 @@ class FusedStates(CompressedStates):
 
     def _step_whole(
         self,
-        param: Tensor,
+        target: Target,
         state: dict[str, Any],
         compressors: dict[str, Compressor],
         scalars: Scalars,
     ) -> None:
         """Update a parameter whose compressors have no fused kernel, with float32 states."""
-        guard = self._guards.get(param)
+        param, grad, guard, master = target
         if guard is not None and not guard.isfinite():
             return
         whole = {
@@ -346,9 +306,8 @@ class FusedStates(CompressedStates):
             for name, compressor in compressors.items()
         }
         payloads = tuple({"tensor": local(x)} for x in whole.values())
-        own, grad, master = local(param), local_gradient(param), self._masters.get(param, NO_MASTER)
         codecs = (EXACT,) * len(whole)
-        entry = Entry(own, grad, payloads, codecs, self.update_rule, scalars, None, master)
+        entry = Entry(local(param), grad, payloads, codecs, self.update_rule, scalars, None, master)
         PreparedStep([entry]).run()
         layout.count_rounding(state, compressors.values())
         for name, compressor in compressors.items():
@@ -371,12 +330,16 @@ class FusedStates(CompressedStates):
         steps = [self._counter(param) for param in params]
         if is_simulated():  # it counts nothing
             return [1.0] * len(steps)
-        if steps:
-            torch._foreach_add_(steps, 1)
-        return [step.item() for step in steps]
+        if len(steps) > 1 and {x.dtype for x in steps} == {torch.float32} and cpu.library():
+            addresses = torch.from_numpy(np.array([*map(Tensor.data_ptr, steps)]))
+            counts = torch.empty(len(steps), dtype=torch.float32, device="cpu")
+            cpu.call("mt_count_step", addresses, counts, len(counts))
+            return counts.tolist()
+        return [step.add_(1).item() for step in steps]
 
-    def _scalars(self, group: dict[str, Any], turns: Sequence[float]) -> list[Scalars]:
+    def _scalars(self, group: dict[str, Any], targets: Sequence[Target]) -> list[Scalars]:
         """Return the scalars of each parameter's step, by the step counters."""
+        turns = self._turns([target.param for target in targets])
         made = {turn: self.scalars(group, turn) for turn in {*turns}}
         return [made[turn] for turn in turns]
 
@@ -400,6 +363,13 @@ class FusedStates(CompressedStates):
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.
         whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
         return super()._load_plain(param, name, whole)
+
+
+def _increase_versions(params: list[Tensor]) -> None:
+    """Increment the versions of updated parameters: kernels write through data pointers."""
+    if not is_simulated():
+        parts = [local(param) for param in params if type(param) not in USUAL]
+        torch.autograd.graph.increment_version(params + parts)
 
 
 def variant(base: type[Fused], name: str, summary: str, **attributes: Any) -> type[Fused]:

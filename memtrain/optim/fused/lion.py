@@ -12,7 +12,8 @@ from memtrain.optim.fused.fused import FusedStates, variant
 from memtrain.optim.fused.options import check_betas, check_numbers
 from memtrain.optim.fused.payloads import real_view
 from memtrain.optim.states import layout
-from memtrain.optim.states.compressed_states import closure_loss, refuse_sparse
+from memtrain.optim.states.compressed_states import closure_loss
+from memtrain.optim.states.targets import parts_of, refuse_sparse
 
 
 class Lion(Optimizer):
@@ -73,16 +74,16 @@ class Lion(Optimizer):
             RuntimeError: For sparse gradients; nothing was changed then.
         """
         loss = closure_loss(closure)
-        refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
-        for group in self.param_groups:
+        parts = parts_of(self.param_groups)
+        for _, targets in parts:
+            refuse_sparse(targets, type(self).__name__)
+        for group, targets in parts:
             (b1, b2), lr = group["betas"], float(group["lr"])
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
+            for param, grad, *_ in targets:
                 if not self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
                 own, momentum = real_view(param), real_view(self.state[param]["exp_avg"])
-                grad = real_view(-param.grad if group["maximize"] else param.grad)
+                grad = real_view(-grad if group["maximize"] else grad)
                 own.mul_(1 - lr * group["weight_decay"])
                 own.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
                 momentum.mul_(b2).add_(grad, alpha=1 - b2)

@@ -1,6 +1,7 @@
 """States as the fused steps take them: first payloads, dtypes, and the kernels' codecs."""
 
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -90,6 +91,6 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
     return codec if compressor == plain else None
 
 
-def as_payload(value: Tensor | dict[str, Tensor]) -> dict[str, Tensor]:
-    """A state as `Entry` takes it: a payload, or an exact tensor under a name."""
+def as_payload(value: Any) -> Any:
+    """A state as `Entry` takes it: a payload, or an exact tensor under a name; None stays."""
     return {"tensor": real_view(local(value))} if isinstance(value, Tensor) else value

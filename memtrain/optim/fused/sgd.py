@@ -7,12 +7,12 @@ from torch import Tensor
 from torch.optim import SGD
 from torch.optim.sgd import sgd as plain_sgd
 
-from memtrain.kernels.step.split import NO_MASTER
 from memtrain.kernels.step.update_rules import Scalars, SGDScalars, sgd
 from memtrain.optim.fused.fused import FusedStates, variant
 from memtrain.optim.fused.options import check_numbers
 from memtrain.optim.states import layout
-from memtrain.optim.states.shards import local, local_gradient
+from memtrain.optim.states.shards import local
+from memtrain.optim.states.targets import Target
 
 
 class SGD4bit(FusedStates):
@@ -112,14 +112,14 @@ class SGD4bit(FusedStates):
         options = {name: group[name] for name in names}
         return sgd(lr=float(group["lr"]), first=bool(turn == 1), **options)
 
-    def _step_without_states(self, param: Tensor, scalars: Scalars) -> bool:
-        if self._masters.get(param, NO_MASTER).any or param in self._guards:
+    def _step_without_states(self, target: Target, scalars: Scalars) -> bool:
+        param, grad, guard, master = target
+        if master.any or guard is not None:
             return False
         # Without momentum there is nothing to compress: torch's function gives torch's own bits.
         h: Any = scalars
         options = {"weight_decay": h.l2, "lr": h.lr, "maximize": h.sign < 0}
         still = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-        grad = local_gradient(param)
         plain_sgd([local(param)], [grad], [None], foreach=False, **still, **options)
         return True
 

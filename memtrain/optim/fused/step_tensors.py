@@ -1,137 +1,102 @@
-"""Inputs of an optimizer step: parameters, gradients, states and the cache key."""
+"""Inputs of an optimizer step: gradients, states and the cache key."""
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
-import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from memtrain.kernels import cpu
-from memtrain.kernels.step.prepared import signature
-from memtrain.kernels.step.split import NO_MASTER, MasterWeight
-from memtrain.optim.fused.payloads import as_payload
-from memtrain.optim.states.shards import local, local_gradient, shard_of
+from memtrain.kernels import dispatch
+from memtrain.kernels.step.codecs import Payload
+from memtrain.kernels.step.split import MasterWeight
+from memtrain.optim.fused.payloads import as_payload, real_view
+from memtrain.optim.states.shards import USUAL, local
+from memtrain.optim.states.targets import Part
 
-USUAL = {nn.Parameter, Tensor}
-"""Types of tensors that are not sharded, and no other subclass."""
-_DENSE = {torch.strided}
+_PAYLOAD, _DENSE = {dict}, {torch.strided}
 
 
-class StepTensors:
-    """The parameters of a step that have a gradient, with the tensors that the step reads.
+class StepTensors(NamedTuple):
+    """The tensors of a step, one value per parameter, in the order of the groups."""
 
-    Attributes:
-        params: In the order of their groups.
-        grads: This process's parts of their gradients.
-        states: Each parameter's states.
-        names: Names of the states per group, in the order of the optimizer's codecs.
-        counts: Parameters per group.
-        seeds: As in `Inputs`.
-        guards: As in `Inputs`.
-        signature: Cache key: equal for steps with equal kernel tables.
-    """
-
-    params: list[Tensor]
-    grads: list[Tensor]
-    states: list[dict[str, Any]]
-    names: Sequence[tuple[str, ...]]
-    counts: list[int]
-    seeds: list[int]
-    guards: list[Tensor | None]
+    first: int
+    """The identity of the first parameter: `PreparedSteps` keeps the step under it."""
     signature: list[Any]
-
-    @property
-    def first(self) -> int:
-        """The identity of the first parameter: `PreparedSteps` keeps the step under it."""
-        return id(self.params[0])
-
-    def count(self) -> list[float] | None:
-        """Increment the step counters; None unless all are float32 tensors on the host."""
-        counters = [state.get("step") for state in self.states]
-        steps = [x for x in counters if isinstance(x, Tensor)]
-        usual = len(steps) == len(counters) and all(x.is_cpu for x in steps)
-        if not usual or {x.dtype for x in steps} != {torch.float32} or cpu.library() is None:
-            return None
-        if len(steps) == 1:  # a released gradient's: a table of one takes longer
-            return [float(steps[0].add_(1).numpy())]
-        addresses = torch.from_numpy(np.array([*map(Tensor.data_ptr, steps)]))
-        counts = torch.empty(len(steps), dtype=torch.float32, device="cpu")
-        cpu.call("mt_count_step", addresses, counts, len(counts))
-        return counts.tolist()
-
-    def payloads(self) -> list[tuple[dict[str, Tensor], ...]]:
-        """Each parameter's payloads, in the order of the optimizer's codecs."""
-        names = chain.from_iterable(
-            [own] * count for own, count in zip(self.names, self.counts, strict=True)
-        )
-        return [
-            tuple([as_payload(state[name]) for name in own])
-            for state, own in zip(self.states, names, strict=True)
-        ]
+    """Equal for steps with equal kernel tables."""
+    grads: list[Tensor]
+    states: list[tuple[Payload, ...]]
+    seeds: list[int]
+    guards: Sequence[Tensor | None]
+    """As in `Inputs`."""
 
 
 def tensors_of(
-    groups: Sequence[Mapping[str, Any]],
-    names: Sequence[tuple[str, ...]],
-    states: Mapping[Tensor, Any],
-    masters: Mapping[Tensor, MasterWeight],
-    guards: Mapping[Tensor, Tensor],
+    parts: Sequence[Part], names: Sequence[tuple[str, ...]], states: Mapping[Tensor, Any]
 ) -> StepTensors | None:
     """Collect the tensors of a step.
 
     Args:
-        groups: The optimizer's groups.
-        names: Names of the states per group.
+        parts: Parameters with their gradients of this process.
+        names: Names of the states per group, in the order of the optimizer's codecs.
         states: The optimizer's states, by parameter.
-        masters: How the masters of 16-bit parameters are stored.
-        guards: Parameter -> its guard.
 
     Returns:
-        None if no parameter has a gradient, if a tensor is sparse, complex or of an unknown type,
-        or if a state is missing: such a step is prepared tensor by tensor.
+        None if no parameter has a gradient, or if a state is missing: such a step is prepared
+        tensor by tensor.
     """
-    found = StepTensors()
-    each = [[p for p in group["params"] if p.grad is not None] for group in groups]
-    params = found.params = [*chain.from_iterable(each)]
-    found.names, found.counts = names, [*map(len, each)]
-    grads: list[Any] = [p.grad for p in params]
-    if not params or not {x.layout for x in grads} <= _DENSE:
-        return None
-    found.states = own_states = [states.get(p) for p in params]  # pyright: ignore[reportAttributeAccessIssue]
-    if any(names) and not {*map(type, own_states)} <= {dict}:
-        return None
-    parts, own, shards = [], params, []
-    if not {*map(type, chain(params, grads))} <= USUAL:
-        if any(p.is_complex() for p in params):
+    signature: list[Any] = [dispatch.forced]
+    grads, found, seeds, guards = [], [], [], []
+    for (_, targets), own_names in zip(parts, names, strict=True):
+        if not {target.grad.layout for target in targets} <= _DENSE:
             return None
-        own, grads = [*map(local, params)], [*map(local_gradient, params)]
-        shards = [shard_of(p) is not None for p in params]
-    found.grads = grads
-    if any(p.is_complex() for p in own):
+        for param, grad, guard, master in targets:
+            state = states.get(param, {})
+            payloads = [state.get(name) for name in own_names]
+            if not {*map(type, payloads)} <= _PAYLOAD:
+                payloads = [*map(as_payload, payloads)]
+                if None in payloads:
+                    return None
+            signature += (id(param), own_names, guard is None)
+            if type(param) not in USUAL or param.dtype.is_complex:
+                param, grad = real_view(local(param)), real_view(grad)
+            _add_row(signature, param, grad, payloads, master)
+            grads.append(grad)
+            found.append(payloads)
+            seeds.append(master.seed)
+            guards.append(guard)
+    if not grads:
         return None
-    kept = [masters.get(p, NO_MASTER) for p in params] if masters else []
-    found.seeds = [master.seed for master in kept]
-    found.guards = [guards.get(p) for p in params] if guards else []
-    values = [*chain.from_iterable(state.values() for state in own_states if state)]
-    payloads = [value for value in values if type(value) is dict]
-    tensors = [value for value in values if type(value) is not dict]
-    tensors = [local(value) for value in tensors if isinstance(value, Tensor)]
-    tensors += chain.from_iterable(map(dict.values, payloads))
-    for master in kept:
-        parts += [] if master.correction is None else [master.correction]
-    more = [
-        [*map(id, params)],
-        [*names],
-        found.counts,
-        [*map(type, values)],
-        [len(state or ()) for state in own_states],
-        [*map(len, payloads)],
-        [*chain.from_iterable(chain([state or () for state in own_states], payloads))],
-        [master.mode for master in kept],
-        [guard is not None for guard in found.guards],
-        shards,
-    ]
-    found.signature = signature(own, grads, [*tensors, *parts], more)
-    return found
+    first = signature[1]
+    guarded = guards if any(guard is not None for guard in guards) else ()
+    return StepTensors(first, signature, grads, found, seeds, guarded)
+
+
+def _add_row(
+    signature: list[Any],
+    param: Tensor,
+    grad: Tensor,
+    payloads: Sequence[Payload],
+    master: MasterWeight,
+) -> None:
+    """Add what a row of the kernels' table depends on, but for `Inputs`.
+
+    The list is flat: the garbage collector would count a tuple for each parameter.
+    """
+    signature += (
+        param.data_ptr(),
+        param.dtype,
+        param.shape,
+        param.is_contiguous(),
+        param.device,
+        grad.dtype,
+        grad.shape,
+        grad.is_contiguous(),
+        grad.data_ptr() & 15,
+        master.stochastic,
+    )
+    for payload in payloads:
+        for name, x in payload.items():
+            signature += (name, x.data_ptr(), x.numel())
+    if master.correction is not None:
+        kept = master.correction
+        signature += (kept.dtype, kept.data_ptr(), kept.numel(), kept.is_contiguous())

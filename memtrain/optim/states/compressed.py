@@ -17,7 +17,6 @@ from memtrain.optim.states.compressed_states import (
     closure_loss,
     on_each,
     refuse_capture,
-    refuse_sparse,
 )
 from memtrain.optim.states.first_step import (
     first_states,
@@ -27,6 +26,7 @@ from memtrain.optim.states.first_step import (
 )
 from memtrain.optim.states.known_optimizers import default_choice, is_separable
 from memtrain.optim.states.shards import shard_of
+from memtrain.optim.states.targets import parts_of, refuse_sparse
 
 _ZERO_IN_HALF = 2.0**-25
 """The greatest number that float16 rounds to 0."""
@@ -148,32 +148,38 @@ class CompressedOptimizer(CompressedStates):
                 nothing was changed then.
         """
         refuse_capture()
+        loss = self.step_groups(self.param_groups, closure)
+        self.notify_schedulers()
+        return loss
+
+    def step_groups(
+        self, groups: list[dict[str, Any]], closure: Callable[[], Any] | None = None
+    ) -> Any:
+        """As `step`, of groups that have some of the parameters, or leaves in their place."""
         separable = is_separable(self)
         loss = closure_loss(closure) if separable else None
-        refuse_sparse([p for g in self.param_groups for p in g["params"]], type(self).__name__)
+        parts = parts_of(groups)
         inner = _inner(self)
-        for group in self.param_groups:
+        for group, targets in parts:
+            refuse_sparse(targets, type(self).__name__)
             self.check(group)
             _refuse_broken(inner, group)
             _refuse_no_eps(inner, group)
             self.check_sizes(group)
-        watched = self._watch.before(self.param_groups)
+        watched = self._watch.before(parts)
         if not separable:
-            with self._states_in(inner, self.param_groups):
+            with self._states_in(inner, groups):
                 loss = raw_step(inner, *([] if closure is None else [closure]))
-        for group in self.param_groups if separable else []:
+        for group, targets in parts if separable else []:
             # Each parameter starts from the options as they are now: an option that a step
             # advances (a counter, a running sum) moves once, not once per parameter.
             options = dict(group)
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                alone = {**options, "params": [param]}
+            for target in targets:
+                alone = {**options, "params": [target.param]}
                 with self._states_in(inner, [alone]):
                     raw_step(inner)
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._watch.after(watched)
-        self.notify_schedulers()
         return loss
 
     def check_sizes(self, group: dict[str, Any]) -> None:

@@ -1,6 +1,6 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from functools import cached_property, partial
 from typing import Any, ClassVar
 
@@ -10,7 +10,6 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states import bitsandbytes, checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.first_step import first_names
@@ -335,32 +334,10 @@ def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, 
     return found
 
 
-def refuse_meta(params: Sequence[Tensor], owner: str) -> None:
-    """Raise `RuntimeError` for a parameter on the meta device that has a gradient."""
-    for param in params:
-        if param.is_meta and param.grad is not None and not is_simulated():
-            raise RuntimeError(
-                f"{owner} requires all the params to hold data, got one of shape "
-                f"{tuple(param.shape)} on the meta device: call to_empty() and load its values "
-                "before the first step"
-            )
-
-
 def refuse_capture() -> None:
     """Raise `RuntimeError` while a CUDA graph captures the current stream."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(NO_CAPTURE)
-
-
-def refuse_sparse(params: list[Tensor], owner: str) -> None:
-    """Raise for sparse gradients, before anything is changed."""
-    for param in params:
-        grad = param.grad
-        if grad is not None and grad.layout is not torch.strided:
-            raise RuntimeError(
-                f"{owner} takes dense gradients only, a parameter of shape {tuple(param.shape)} "
-                f"has layout {grad.layout}; use sparse=False in its embedding"
-            )
 
 
 def closure_loss(closure: Callable[[], Any] | None) -> Any:

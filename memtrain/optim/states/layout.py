@@ -16,7 +16,7 @@ from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.compressors.registry import check_role
 from memtrain.optim.states import shards
-from memtrain.optim.states.per_parameter import Numbers
+from memtrain.optim.states.per_parameter import positions_of
 
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
@@ -235,11 +235,10 @@ def state_key(
     if not is_stochastic(compressor):
         return _DEFAULT_KEY
     seed = getattr(getattr(optimizer, "choose", None), "seed", 0)
-    numbers = optimizer.__dict__.setdefault("_parameter_numbers", Numbers())
-    params = (p for group in optimizer.param_groups for p in group["params"])
+    number = positions_of(optimizer).number(param, optimizer.param_groups)
     step = int(state.get("step", state.get(STEP, 0)))
     rank, call = shards.part_number(param), zlib.crc32(name.encode())
-    return Key(seed, site=numbers.of(param, params), step=step, call=call, rank=rank)
+    return Key(seed, site=number, step=step, call=call, rank=rank)
 
 
 def unpack(

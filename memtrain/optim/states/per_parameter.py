@@ -1,7 +1,7 @@
 """Values cached per parameter, for as long as the parameter lives."""
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -53,19 +53,42 @@ class PerParameter(Generic[T]):
         return {"_known": {}}
 
 
-class Numbers(PerParameter[int]):
-    """The number of each parameter in all groups, found again when a parameter is new."""
+class Positions(PerParameter[tuple[int, int, int]]):
+    """Where each parameter is in an optimizer's groups, found again when a parameter is new.
 
-    def of(self, param: Tensor, params: Iterable[Tensor]) -> int:
-        """Return a parameter's number.
+    Example:
+        >>> weight, bias = Tensor(), Tensor()
+        >>> groups = [{"params": [weight]}, {"params": [bias]}]
+        >>> Positions().number(bias, groups), Positions().group(bias, groups) is groups[1]
+        (1, True)
+    """
 
-        Args:
-            param: One of `params`.
-            params: Of all groups, in order.
-        """
+    def number(self, param: Tensor, groups: Sequence[dict[str, Any]]) -> int:
+        """Return a parameter's number among those of all groups."""
+        found = self.get(param)
+        return self._find(param, groups)[0] if found is None else found[0]
+
+    def group(self, param: Tensor, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """Return the group that has a parameter now."""
         found = self.get(param)
         if found is not None:
-            return found
-        for number, each in enumerate(params):
-            self[each] = number
+            _, g, k = found
+            if g < len(groups) and k < len(own := groups[g]["params"]) and own[k] is param:
+                return groups[g]
+        return groups[self._find(param, groups)[1]]
+
+    def _find(self, param: Tensor, groups: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
+        number = 0
+        for g, group in enumerate(groups):
+            for k, each in enumerate(group["params"]):
+                self[each] = number, g, k
+                number += 1
         return self[param]
+
+
+def positions_of(optimizer: Any) -> Positions:
+    """Return the positions of an optimizer's parameters, cached with it."""
+    known = vars(optimizer)
+    if "_positions" not in known:
+        known["_positions"] = Positions()
+    return known["_positions"]

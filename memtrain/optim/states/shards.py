@@ -4,9 +4,12 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from memtrain.kernels.step.shard import Shard, for_collectives
+
+USUAL = {nn.Parameter, Tensor}
+"""Types of tensors that are not sharded, and no other subclass."""
 
 
 def local(x: Tensor) -> Tensor:
@@ -67,13 +70,13 @@ def same_placement(value: Tensor, param: Tensor) -> bool:
     return is_sharded(value) and tuple(one.placements) == tuple(other.placements)
 
 
-def local_gradient(param: Tensor) -> Tensor:
-    """Return this process's part of a parameter's gradient, which must not be None."""
-    grad: Any = param.grad if param.grad is not None else torch.zeros_like(param)
+def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
+    """Return this process's part of a parameter's gradient."""
     if is_sharded(param) and not same_placement(grad, param):
         like: Any = param
+        whole: Any = grad
         # The copy waits for the collective: kernels read the memory itself.
-        return grad.redistribute(placements=like.placements).to_local().clone()
+        return whole.redistribute(placements=like.placements).to_local().clone()
     return local(grad)
 
 

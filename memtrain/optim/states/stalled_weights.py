@@ -1,14 +1,14 @@
 """A warning if the learning rate is too small for the dtype of the weights."""
 
 import warnings
-from collections.abc import Collection
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.optim.states.shards import local
+from memtrain.optim.states.targets import Part, Target
 
 SAMPLE = 1024  # elements that are compared
 FIRST_LOOK = 8  # steps: a schedule may warm up from nothing
@@ -31,11 +31,9 @@ class StalledWeights:
         self._largest = 0  # elements, known after step 7
         self._looked = 0  # the last step that was examined
 
-    def before(
-        self, groups: list[dict[str, Any]], masters: Collection[Tensor] = ()
-    ) -> tuple[Tensor, Tensor, float] | None:
-        """Return a sample for `after` if the step is checked; `masters` cannot stall."""
-        self._count(groups)
+    def before(self, parts: Sequence[Part]) -> tuple[Target, Tensor, float] | None:
+        """Return a sample for `after` if the step is checked; masters cannot stall."""
+        self._count(parts)
         counts = self.steps == FIRST_LOOK - 1
         looks = self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)
         if self.warned or self._looked == self.steps or not (counts or looks):
@@ -43,39 +41,37 @@ class StalledWeights:
         if is_simulated():  # nothing moves on fake tensors
             return None
         halves = [
-            (param.numel(), k, param, float(group.get("lr", 1.0)))
-            for k, group in enumerate(groups)
-            for param in group["params"]
-            if param.grad is not None
-            and param.numel()
-            and param.dtype in (torch.bfloat16, torch.float16)
-            and param not in masters
+            (target.param.numel(), target, float(group.get("lr", 1.0)))
+            for group, targets in parts
+            for target in targets
+            if target.param.numel()
+            and target.param.dtype in (torch.bfloat16, torch.float16)
+            and not target.master.any
             and float(group.get("lr", 1.0)) > 0
         ]
         if not halves:
             return None
-        size, _, param, lr = max(halves, key=lambda each: each[0])
+        size, target, lr = max(halves, key=lambda each: each[0])
         if counts or size < self._largest:
             self._largest = max(self._largest, size)
             return None
         self._looked = self.steps
-        return param, _sample(param).clone(), lr
+        return target, _sample(target.param).clone(), lr
 
-    def _count(self, groups: list[dict[str, Any]]) -> None:
-        given = (param for group in groups for param in group["params"] if param.grad is not None)
-        first = next(given, None)
+    def _count(self, parts: Sequence[Part]) -> None:
+        first = next((targets[0].param for _, targets in parts if targets), None)
         place = id(getattr(first, "_stands_for", first))
         if not self._seen or place in self._seen:
             self._seen.clear()
             self.steps += 1
         self._seen.add(place)
 
-    def after(self, seen: tuple[Tensor, Tensor, float] | None) -> None:
+    def after(self, seen: tuple[Target, Tensor, float] | None) -> None:
         """Warn if no sampled element with a gradient has changed."""
         if seen is None:
             return
-        param, old, lr = seen
-        moving = _sample(param.grad) != 0 if param.grad is not None else old != old
+        (param, grad, *_), old, lr = seen
+        moving = _sample(grad) != 0
         if not bool(moving.any()) or bool((_sample(param) != old)[moving].any()):
             return
         self.warned = True

@@ -11,12 +11,9 @@ from torch.optim import Optimizer
 
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.kernels.step import uploads
-from memtrain.optim.states.compressed_states import (
-    closure_loss,
-    refuse_capture,
-    refuse_sparse,
-)
+from memtrain.optim.states.compressed_states import closure_loss, refuse_capture
 from memtrain.optim.states.shards import wait_for_part
+from memtrain.optim.states.targets import Target, refuse_sparse
 from memtrain.optim.wrappers import gradient_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
@@ -33,7 +30,7 @@ from memtrain.optim.wrappers.release_checks import (
     warn_of_late_rates,
     warn_of_skipped,
 )
-from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper
 
 _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 
@@ -301,7 +298,7 @@ class ReleaseGradients(OptimizerWrapper):
             grad: Its `.grad`.
         """
         if self.accumulate > 1:
-            self._check(param)
+            self._check(param, grad)
             total = self._sums.add(param, self.number(param), grad)
             if total is None:
                 return
@@ -326,7 +323,7 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
-        self._check(param)
+        self._check(param, grad)
         if self.before is not None and self.before():
             self.before = None
         if not self._done:
@@ -374,15 +371,12 @@ class ReleaseGradients(OptimizerWrapper):
         guard = norm if isinstance(norm, Tensor) else None
         factor = self._clip_factor(norm if guard is None else guard.double() / self.loss_scale)
         factor = factor / self.loss_scale
-        scales = isinstance(factor, Tensor) or factor != 1.0
-        widened = scales and isinstance(self.inner, OptimizerWrapper) and not param.is_complex()
-
-        def clipped(grad: Tensor) -> Tensor:
-            grad = grad.float() if widened else grad
-            grad = grad * factor if scales else grad
-            return grad.clamp(-self.limit, self.limit) if self.clip == "value" else grad
-
-        self.step_targets([Target(param, param, clipped(grad), guard)])
+        if isinstance(factor, Tensor) or factor != 1.0:
+            widened = isinstance(self.inner, OptimizerWrapper) and not param.is_complex()
+            grad = (grad.float() if widened else grad) * factor
+        if self.clip == "value":
+            grad = grad.clamp(-self.limit, self.limit)
+        self.step_targets([Target(param, grad, guard)])
         if self.after is not None:
             self.after(param)
 
@@ -408,8 +402,8 @@ class ReleaseGradients(OptimizerWrapper):
         if self.skipped == 1:
             warn_of_skipped(what)
 
-    def _check(self, param: Tensor) -> None:
-        refuse_sparse([param], type(self).__name__)
+    def _check(self, param: Tensor, grad: Tensor) -> None:
+        refuse_sparse([Target(param, grad)], type(self).__name__)
         if self.clip == "value" or self.accumulate > 1:
             check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:

@@ -11,15 +11,12 @@ from memtrain.compressors.base import Key
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.checkpoint_options import CORRECTION
-from memtrain.optim.states.compressed_states import (
-    closure_loss,
-    refuse_capture,
-    refuse_sparse,
-)
+from memtrain.optim.states.compressed_states import closure_loss, refuse_capture
 from memtrain.optim.states.known_optimizers import is_separable
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stalled_weights import StalledWeights
-from memtrain.optim.wrappers.wrapper import OptimizerWrapper, Target, chunks, with_leaf
+from memtrain.optim.states.targets import Target, parts_of, refuse_sparse
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, allowed, chunks, step_targets
 
 
 class WeightFormat(NamedTuple):
@@ -86,10 +83,10 @@ class SplitWeights(OptimizerWrapper):
     A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
     put together from it and its correction, the inner optimizer steps that in float32 with the
     gradient in float32, and the master is split again (`kernels.step.split`, which states what is
-    lost). The fused optimizers' kernels do all that a block at a time; around other optimizers, and
-    where a released gradient was clipped, masters are whole tensors for their step. So `bf16+16`
-    trains as float32 masters do, `bf16+8` as 24-bit masters, `bf16+sr` with unbiased rounding, and
-    `bf16` as plain bfloat16 parameters with float32 optimizer states.
+    lost). The fused optimizers' kernels do all that a block at a time; around other optimizers
+    masters are whole tensors for their step. So `bf16+16` trains as float32 masters do, `bf16+8` as
+    24-bit masters, `bf16+sr` with unbiased rounding, and `bf16` as plain bfloat16 parameters with
+    float32 optimizer states.
 
     A weight that something else writes in place (`model.load_state_dict`, an average, DDP's first
     broadcast) shows it by its version: it takes the new value, and its correction is dropped.
@@ -165,38 +162,42 @@ class SplitWeights(OptimizerWrapper):
         refuse_capture()
         self.refuse_replaced(self.corrections)
         loss = closure_loss(closure)
-        ready = [p for p in self.params() if p.grad is not None]
-        refuse_sparse(ready, type(self).__name__)
-        self._refuse_converted(ready)
-        targets = [Target(p, p) for p in ready]
-        watched = None if self._cannot_stall() else self._stall.before(self.param_groups)
-        fused = [m for m in targets if self._is_fused(m)]
-        self._step_fused(fused)
-        others = [m.param for m in targets if not self._is_fused(m)]
-        for chunk in chunks(others) if is_separable(self) else [[*self.params()]]:
-            self.step_targets([Target(p, p) for p in chunk])
-        self._stall.after(watched)
+        parts = parts_of(self.param_groups)
+        targets = [target for _, own in parts for target in own]
+        refuse_sparse(targets, type(self).__name__)
+        self._refuse_converted(targets)
+        if isinstance(self.inner, FusedStates):
+            self.step_targets(targets)
+        else:
+            stalls = self.format.correction is None and not self.format.stochastic
+            watched = self._stall.before(parts) if stalls else None
+            # An optimizer that couples its parameters sees those without gradients too.
+            every = [Target(p, p.grad) for p in self.params()]
+            for some in chunks(targets) if is_separable(self) else [every]:
+                self.step_targets(some)
+            self._stall.after(watched)
         self.advance()
         self.notify_schedulers()
         return loss
 
-    def _cannot_stall(self) -> bool:
-        kept = self.format.correction is not None or self.format.stochastic
-        return kept or isinstance(self.inner, FusedStates)
-
     def step_targets(self, targets: Sequence[Target]) -> None:
-        """Step some parameters now, from their gradients."""
-        self._refuse_converted([target.param for target in targets])
-        self._step_fused([target for target in targets if self._is_fused(target)])
-        if self.format.dtype == torch.float16:  # writing a master again may move it
-            targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
-        masters = [self._enter(target) for target in targets if not self._is_fused(target)]
-        if not masters:
+        """Step some parameters now."""
+        self._refuse_converted(targets)
+        if isinstance(self.inner, FusedStates):
+            self.inner.step_targets([*map(self._with_master, targets)])
+            for param, *_ in targets:  # the step's own change
+                if param in self.corrections:
+                    self._versions[param] = param._version
             return
-        super().step_targets(masters)
-        for param, leaf, *_ in masters:
-            if leaf is not param:
-                self._write(param, leaf.detach())
+        ready = allowed(targets)
+        masters = {
+            t.param: self._leaf(t.param)
+            for t in ready
+            if t.grad is not None and t.param in self.corrections
+        }
+        step_targets(self.inner, ready, masters)
+        for param, leaf in masters.items():
+            self._write(param, leaf.detach())
 
     def advance(self) -> None:
         """Record the end of a step: the next step draws other random bits."""
@@ -326,9 +327,9 @@ class SplitWeights(OptimizerWrapper):
                 set_dtype(param, low)
             self._write(param, whole.float())
 
-    def _refuse_converted(self, params: Iterable[Tensor]) -> None:
+    def _refuse_converted(self, targets: Iterable[Target]) -> None:
         """Raise TypeError for weights whose dtype changed, as by `model.float()`."""
-        for param in params:
+        for param, *_ in targets:
             if param in self.corrections and param.dtype != self.format.dtype:
                 raise TypeError(
                     f"a weight of shape {tuple(param.shape)} is now {param.dtype}, but "
@@ -336,37 +337,21 @@ class SplitWeights(OptimizerWrapper):
                     "float() and half() are for a model before wrap or after unwrap"
                 )
 
-    def _is_fused(self, target: Target) -> bool:
-        """Whether a fused kernel steps the weight and its master together."""
-        param, leaf, grad, _ = target
-        if not isinstance(self.inner, FusedStates) or param not in self.corrections:
-            return False
-        return leaf is param and param.grad is not None and (grad is None or grad is param.grad)
-
-    def _step_fused(self, targets: Sequence[Target]) -> None:
-        inner: Any = self.inner
-        if not targets:
-            return
-        masters: dict[Tensor, MasterWeight] = {}
-        for param, *_ in targets:
-            self._drop_stale(param)
-            masters[param] = self._kept_master(param)
-        with inner.reading(masters=masters):
-            super().step_targets([target._replace(grad=None) for target in targets])
-        for param in masters:  # the step's own change
-            self._versions[param] = param._version
-
-    def _kept_master(self, param: Tensor) -> MasterWeight:
-        if not self.format.stochastic:
-            return MasterWeight(self.corrections[param])
-        return MasterWeight(None, True, self._key(param).bits())
-
-    def _enter(self, target: Target) -> Target:
+    def _with_master(self, target: Target) -> Target:
+        """Return a target whose master a fused kernel reads and writes."""
         param = target.param
-        grad = param.grad if target.grad is None else target.grad
-        if param not in self.corrections or grad is None:
+        if param not in self.corrections:
             return target
-        return with_leaf(param, self.master(param), grad.float(), target.guard)
+        self._drop_stale(param)
+        if self.format.stochastic:
+            return target._replace(master=MasterWeight(None, True, self._key(param).bits()))
+        return target._replace(master=MasterWeight(self.corrections[param]))
+
+    def _leaf(self, param: Tensor) -> nn.Parameter:
+        """Return the float32 master that another optimizer steps in a parameter's place."""
+        leaf = nn.Parameter(self.master(param))
+        leaf._stands_for = getattr(param, "_stands_for", param)  # pyright: ignore[reportAttributeAccessIssue]
+        return leaf
 
     def _write(self, param: Tensor, value: Tensor) -> None:
         stochastic = self.format.stochastic

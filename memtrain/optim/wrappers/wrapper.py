@@ -2,20 +2,22 @@
 
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from typing import Any, Generic, NamedTuple, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import checkpoint_options, optimizer_hooks
 from memtrain.optim.states.checkpoint_options import OWN
+from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.per_parameter import Numbers, PerParameter
+from memtrain.optim.states.per_parameter import positions_of
 from memtrain.optim.states.shards import in_zero
+from memtrain.optim.states.targets import Target
 
 T = TypeVar("T")
 FORMAT = 1
@@ -24,9 +26,6 @@ FORMAT = 1
 
 CHUNK = 2**22
 """Elements whose float32 masters exist at once; a larger parameter is stepped alone."""
-
-
-_NOTHING = nullcontext()
 
 
 class WeakRef(Generic[T]):
@@ -43,127 +42,79 @@ class WeakRef(Generic[T]):
         return {"_target": None}
 
 
-class Target(NamedTuple):
-    """A parameter to step, and the leaf that the optimizer steps in its place."""
-
-    param: Tensor
-    leaf: Tensor
-    """A leaf with `.grad`; the parameter itself, or its float32 master."""
-    grad: Tensor | None = None
-    """Used in place of `leaf.grad`; its dtype may differ where masters are stepped."""
-    guard: Tensor | None = None
-    """A scalar on the parameter's device: if it is not finite, nothing is stepped."""
-
-
-def with_leaf(param: Tensor, value: Tensor, grad: Tensor, guard: Tensor | None = None) -> Target:
-    """Return a target whose leaf replaces the parameter for one step.
-
-    Args:
-        param: The optimizer's parameter.
-        value: The leaf's value, stepped in place.
-        grad: The leaf's gradient, of the value's dtype and shape.
-        guard: As in `Target`.
-
-    Returns:
-        An argument of `step_targets`.
-    """
-    leaf = nn.Parameter(value)
-    leaf.grad = grad
-    leaf._stands_for = getattr(param, "_stands_for", param)  # pyright: ignore[reportAttributeAccessIssue]
-    return Target(param, leaf, None, guard)
-
-
-def chunks(params: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    """Yield parameters in lists of at most `CHUNK` elements; a larger parameter is alone."""
-    chunk: list[Tensor] = []
-    held = 0
-    for param in params:
-        if chunk and held + param.numel() > CHUNK:
+def chunks(targets: Sequence[Target]) -> Iterator[list[Target]]:
+    """Yield targets in lists of at most `CHUNK` elements; a larger parameter is alone."""
+    chunk: list[Target] = []
+    count = 0
+    for target in targets:
+        if chunk and count + target.param.numel() > CHUNK:
             yield chunk
-            chunk, held = [], 0
-        chunk.append(param)
-        held += param.numel()
+            chunk, count = [], 0
+        chunk.append(target)
+        count += target.param.numel()
     if chunk:
         yield chunk
 
 
-def step_targets(optimizer: Optimizer, targets: Sequence[Target]) -> None:
+def allowed(targets: Iterable[Target]) -> list[Target]:
+    """Return the targets that no guard forbids to step: the host waits for each guard."""
+    ready = [t for t in targets if t.guard is None or t.guard.isfinite()]
+    return [target._replace(guard=None) for target in ready]
+
+
+def step_targets(
+    optimizer: Optimizer,
+    targets: Sequence[Target],
+    masters: Mapping[Tensor, Tensor] = MappingProxyType({}),
+) -> None:
     """Step some of an optimizer's parameters; hooks are not called.
 
     Args:
         optimizer: A plain or compressed optimizer.
         targets: Parameters of its groups. Their gradients stay.
+        masters: Parameter -> a leaf to step in its place, which has its states during the step.
     """
-    fused = isinstance(optimizer, FusedStates)
-    if not fused:  # only fused kernels read guards
-        targets = [t for t in targets if t.guard is None or t.guard.isfinite()]
-    groups, whole = _groups_of(optimizer, targets), optimizer.param_groups
-    masters = [target for target in targets if target.leaf is not target.param]
-    for param, leaf, *_ in masters:
-        if param in optimizer.state:
-            optimizer.state[leaf] = optimizer.state.pop(param)
-    gradients = [(t.leaf, t.leaf.grad) for t in targets if t.grad is not None]
+    if isinstance(optimizer, FusedStates):
+        optimizer.step_targets(targets)
+        return
+    positions, found = positions_of(optimizer), dict[int, tuple[dict[str, Any], dict[str, Any]]]()
+    gradients: list[tuple[Tensor, Tensor | None]] = []
+    for param, grad, *_ in allowed(targets):
+        group = positions.group(param, optimizer.param_groups)
+        alone, _ = found.setdefault(id(group), ({**group, "params": []}, group))
+        leaf = masters.get(param, param)
+        alone["params"].append(leaf)
+        if grad is not leaf.grad:
+            gradients.append((leaf, leaf.grad))
+            leaf.grad = grad.to(leaf.dtype)
+    for param, leaf in masters.items():
+        positions[leaf] = positions[param]
+        _move_states(optimizer, param, leaf)
     try:
-        for target in targets:
-            if target.grad is not None:
-                target.leaf.grad = target.grad.to(target.leaf.dtype)
-        optimizer.param_groups = [alone for alone, _ in groups]
-        with _reading(optimizer, targets, not masters) if fused else _NOTHING:
-            raw_step(optimizer)
+        _step_groups(optimizer, [alone for alone, _ in found.values()])
     finally:
-        optimizer.param_groups = whole
         for leaf, grad in gradients:
             leaf.grad = grad
-        for param, leaf, *_ in masters:
-            if leaf in optimizer.state:
-                optimizer.state[param] = optimizer.state.pop(leaf)
-    for alone, group in groups if not fused else ():  # an option that a step advances
+        for param, leaf in masters.items():
+            _move_states(optimizer, leaf, param)
+    for alone, group in found.values():  # an option that a step advances
         group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
 
 
-def _groups_of(
-    optimizer: Optimizer, targets: Sequence[Target]
-) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return pairs of a group with the targets' leaves only and the optimizer's group.
-
-    The position of each parameter is cached: the time for released gradients stays linear in
-    their number.
-    """
-    groups = optimizer.param_groups
-    positions = optimizer.__dict__.setdefault("_positions", PerParameter[tuple[int, int]]())
-    found: dict[int, list[tuple[int, Tensor]]] = {}
-    for param, leaf, *_ in targets:
-        place = positions.get(param)
-        if place is None or not _stands_at(groups, place, param):
-            for g, group in enumerate(groups):
-                for k, each in enumerate(group["params"]):
-                    positions[each] = g, k
-            place = positions[param]
-        found.setdefault(place[0], []).append((place[1], leaf))
-    alone = []
-    for g in sorted(found):
-        leaves = [leaf for _, leaf in sorted(found[g], key=lambda one: one[0])]
-        alone.append(({**groups[g], "params": leaves}, groups[g]))
-    return alone
+def _move_states(optimizer: Optimizer, source: Tensor, target: Tensor) -> None:
+    if source in optimizer.state:
+        optimizer.state[target] = optimizer.state.pop(source)
 
 
-def _stands_at(groups: list[dict[str, Any]], place: tuple[int, int], param: Tensor) -> bool:
-    g, k = place
-    return g < len(groups) and k < len(groups[g]["params"]) and groups[g]["params"][k] is param
-
-
-def _reading(optimizer: FusedStates, targets: Sequence[Target], lasts: bool) -> Any:
-    """Return a context in which the optimizer's step reads guards.
-
-    Args:
-        optimizer: The optimizer.
-        targets: The targets of the step.
-        lasts: Whether the leaves stay alive after the step.
-    """
-    guards = {target.leaf: target.guard for target in targets if target.guard is not None}
-    if lasts and not guards:
-        return _NOTHING
-    return optimizer.reading(guards=guards, keeps_steps=lasts)
+def _step_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    if isinstance(optimizer, CompressedOptimizer):
+        optimizer.step_groups(groups)
+        return
+    whole, optimizer.param_groups = optimizer.param_groups, groups
+    try:
+        raw_step(optimizer)
+    finally:
+        optimizer.param_groups = whole
 
 
 class OptimizerWrapper(Optimizer):
@@ -272,14 +223,14 @@ class OptimizerWrapper(Optimizer):
 
     def number(self, param: Tensor) -> int:
         """Return a parameter's position among the parameters of all groups."""
-        return self.__dict__.setdefault("_numbers", Numbers()).of(param, self.params())
+        return positions_of(self).number(param, self.param_groups)
 
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now."""
-        inner = self.inner
-        inner.step_targets(targets) if isinstance(inner, OptimizerWrapper) else step_targets(
-            inner, targets
-        )
+        if isinstance(self.inner, OptimizerWrapper):
+            self.inner.step_targets(targets)
+        else:
+            step_targets(self.inner, targets)
 
     def advance(self) -> None:
         """Record the end of a step of the whole model."""
