@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from memtrain.optim import CompressedOptimizer, ReleaseGradients, SplitWeights, compress
+from memtrain.optim import ReleaseGradients, SplitWeights, compress
 from tests.optim.behaviours import FUSED, GENERAL, make, parameter
 
 AROUND = {
@@ -119,24 +119,3 @@ def test_a_pre_hook_may_replace_the_closure(name):
     optimizer.register_step_pre_hook(lambda *_: "neither None nor a pair")
     with pytest.raises(RuntimeError, match="must return None or a tuple"):
         optimizer.step()
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_a_stalled_run_of_16_bit_weights_warns_once(dtype, recwarn):
-    param = nn.Parameter(torch.full((80, 80), 100.0, dtype=dtype))
-    inner = CompressedOptimizer(torch.optim.RMSprop([param], lr=1e-3))
-    optimizer = SplitWeights(inner, "bf16")  # of which float32 ones become bfloat16
-    for _ in range(40):
-        param.grad = torch.ones_like(param)
-        optimizer.step()
-    stalls = [w for w in recwarn if "stalled" in str(w.message)]
-    assert len(stalls) == 1
-
-
-def test_weights_that_have_masters_do_not_warn():
-    param = nn.Parameter(torch.full((80, 80), 100.0, dtype=torch.bfloat16))
-    inner = CompressedOptimizer(torch.optim.RMSprop([param], lr=1e-3))
-    optimizer = SplitWeights(inner, "bf16+8")
-    for _ in range(9):
-        param.grad = torch.ones_like(param)
-        optimizer.step()  # a warning would be an error here

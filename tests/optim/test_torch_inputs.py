@@ -27,7 +27,6 @@ from tests.optim.torch_inputs import (
 )
 
 every = pytest.mark.parametrize("name", NAMES)
-FLOATS = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 
 
 class Refusal(NamedTuple):

@@ -15,16 +15,7 @@ from memtrain.kernels.floats.formats import FP8_FORWARD, FP16
 from memtrain.precision.assignment import Precision
 from memtrain.precision.loss_scaling import LossScaler
 from memtrain.precision.state import PrecisionState
-
-
-def mlp():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
-
-
-def data():
-    generator = torch.Generator().manual_seed(1)
-    return torch.randn(40, 16, generator=generator), torch.arange(40) % 8
+from tests.precision.test_scale import data, mlp
 
 
 def wrapped(model, **fields):
@@ -40,7 +31,7 @@ def step(model, x, y):
 
 def with_large_inputs(share):
     """The share of the inputs' elements that overflow."""
-    x, y = data()
+    x, y = data(40)
     x.view(-1)[: ceil(share * x.numel())] = 31.0
     return x, y
 
@@ -56,7 +47,7 @@ def test_a_share_of_one_percent_is_enough_and_less_is_not():
 
 
 def test_promotion_is_for_good_and_from_the_next_forward_on():
-    x, y = data()
+    x, y = data(40)
     model, _ = wrapped(mlp())
     step(model, torch.zeros_like(x), y)  # so that the hook below sees no trace
     before = model[0].weight.detach().clone()
@@ -83,7 +74,7 @@ def test_promotion_is_for_good_and_from_the_next_forward_on():
 
 
 def test_the_ratio_falls_with_each_promotion():
-    x, y = data()
+    x, y = data(40)
     model, _ = wrapped(mlp())
     state = step(model, x, y)
     before = state.ratio
@@ -102,7 +93,7 @@ def test_the_ratio_falls_with_each_promotion():
 
 @pytest.mark.parametrize("how", ["uniform", "operator", "operator_out", "size_ordered"])
 def test_promotion_goes_with_every_assignment(how):
-    x, y = data()
+    x, y = data(40)
     for threshold in (0.01, None):
         model, _ = wrapped(mlp(), assignment=how, promotion=threshold)
         with torch.no_grad():
@@ -114,7 +105,7 @@ def test_promotion_goes_with_every_assignment(how):
 
 
 def test_everything_may_be_promoted():
-    x, y = data()
+    x, y = data(40)
     model, optimizer = wrapped(mlp())
     with torch.no_grad():
         for p in model.parameters():
@@ -130,7 +121,7 @@ def test_everything_may_be_promoted():
 
 
 def test_evaluation_promotes_nothing():
-    x, y = data()
+    x, y = data(40)
     model, _ = wrapped(mlp())
     step(model, x, y)
     with torch.no_grad():
@@ -139,7 +130,7 @@ def test_evaluation_promotes_nothing():
 
 
 def test_a_checkpoint_holds_promotions_and_goes_on_bit_for_bit():
-    x, y = data()
+    x, y = data(40)
     model, optimizer = wrapped(mlp(), loss_scale="dynamic", growth_interval=2)
     with torch.no_grad():
         model[0].weight.mul_(1000)

@@ -23,9 +23,9 @@ def mlp():
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 8))
 
 
-def data():
+def data(rows=24):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(24, 16, generator=generator), torch.arange(24) % 8
+    return torch.randn(rows, 16, generator=generator), torch.arange(rows) % 8
 
 
 def wrapped(model, make=lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), **fields):

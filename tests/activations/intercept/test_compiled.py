@@ -177,28 +177,6 @@ def test_graphs_compress_behind_the_last_reader_and_decompress_before_the_first(
         assert all(n in decompressing for n in backward[backward.index(node) : first]), node
 
 
-def most_alive(graph):
-    """Bytes alive at most while a backward's ops run one by one, parameters aside."""
-    found, place = 0, {node: number for number, node in enumerate(graph.nodes)}
-    tensors, last, weights = {}, {}, set()
-    for node, number in place.items():
-        values = node.meta.get("val")
-        values = values if isinstance(values, list | tuple) else [values]
-        tensors[node] = [x.untyped_storage() for x in values if isinstance(x, torch.Tensor)]
-        last[node] = max([number, *map(place.get, node.users)])
-        if node.name.startswith("primals"):
-            weights |= {storage._cdata for storage in tensors[node]}
-    for number in place.values():
-        alive = {
-            storage._cdata: storage.nbytes()
-            for node in graph.nodes
-            if last[node] >= number and (place[node] <= number or node.op == "placeholder")
-            for storage in tensors[node]
-        }
-        found = max(found, sum(size for key, size in alive.items() if key not in weights))
-    return found
-
-
 class Stack(nn.Module):
     def __init__(self):
         super().__init__()
