@@ -87,13 +87,6 @@ BLOCKS = (
     *("thread", "dropped", "no_grad", "caught", "function"),
 )
 RIGHT_AFTER = tuple(f"hidden {name}" for name in HIDDEN)
-STATEMENTS = (
-    *BLOCKS,
-    *(f"write {name}" for name in WRITES),
-    *RIGHT_AFTER,
-    "raise",
-    "inner backward",
-)
 
 
 def program_of(seed):
