@@ -69,16 +69,6 @@ MT_INLINE HalfF lesser(HalfF a, HalfF b) { return (HalfF)_mm256_min_ps((__m256)a
 MT_INLINE HalfF greater(HalfF a, HalfF b) { return (HalfF)_mm256_max_ps((__m256)a, (__m256)b); }
 MT_INLINE F lesser(F a, F b) { return {lesser(a.low, b.low), lesser(a.high, b.high)}; }
 MT_INLINE F greater(F a, F b) { return {greater(a.low, b.low), greater(a.high, b.high)}; }
-MT_INLINE float least_of(F v) {
-  float x = v[0];
-  for (int l = 1; l < 16; ++l) x = v[l] < x ? v[l] : x;
-  return x;
-}
-MT_INLINE float greatest_of(F v) {
-  float x = v[0];
-  for (int l = 1; l < 16; ++l) x = v[l] > x ? v[l] : x;
-  return x;
-}
 MT_INLINE I to_int(F x) {
   return {(HalfI)_mm256_cvttps_epi32((__m256)x.low), (HalfI)_mm256_cvttps_epi32((__m256)x.high)};
 }

@@ -1,21 +1,10 @@
 // What sixteen lanes are in AVX-512: one register. Included by lanes.h.
 
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
 
 #define MT_UNROLL(n) _Pragma(MT_TEXT(GCC unroll n))
 #define MT_HELPER MT_INLINE
 
-MT_INLINE F load(const float* p) {
-  F v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-MT_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
 MT_INLINE F splat(float x) { return (F)_mm512_set1_ps(x); }
-MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
-MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
-MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
 MT_INLINE I splat_int(int32_t x) { return (I)_mm512_set1_epi32(x); }
 // The second where one is NaN.
 MT_INLINE F lesser(F a, F b) { return (F)_mm512_min_ps((__m512)a, (__m512)b); }

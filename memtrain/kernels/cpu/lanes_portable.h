@@ -1,37 +1,16 @@
 // What sixteen lanes are where no register has eight: GCC splits the vectors by itself. Unrolled and
 // inlined, such code would take gigabytes to compile. Included by lanes.h.
 
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
 typedef uint8_t Bytes __attribute__((vector_size(16)));
 
 #define MT_UNROLL(n) _Pragma("GCC unroll 1")
 #define MT_HELPER static __attribute__((noinline, unused))
 
-MT_INLINE F load(const float* p) {
-  F v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-MT_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
 MT_INLINE F splat(float x) { return F{} + x; }
-MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
-MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
-MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
 MT_INLINE I splat_int(int32_t x) { return I{} + x; }
 // The second where one is NaN.
 MT_INLINE F lesser(F a, F b) { return a < b ? a : b; }
 MT_INLINE F greater(F a, F b) { return a > b ? a : b; }
-MT_HELPER float least_of(F v) {
-  float x = v[0];
-  for (int l = 1; l < 16; ++l) x = v[l] < x ? v[l] : x;
-  return x;
-}
-MT_HELPER float greatest_of(F v) {
-  float x = v[0];
-  for (int l = 1; l < 16; ++l) x = v[l] > x ? v[l] : x;
-  return x;
-}
 MT_INLINE I to_int(F x) { return __builtin_convertvector(x, I); }
 MT_INLINE F to_float(I x) { return __builtin_convertvector(x, F); }
 // The upper and the lower 32 bits of the products.

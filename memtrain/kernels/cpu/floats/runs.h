@@ -16,7 +16,7 @@ MT_CLONES static void read_floats(const void* x, int64_t type, int64_t from, int
     for (int64_t i = 0; i < n; ++i) out[i] = from_half(half[i]);
 }
 
-MT_CLONES static void write_floats(void* x, int64_t type, int64_t from, int64_t n,
+[[maybe_unused]] MT_CLONES static void write_floats(void* x, int64_t type, int64_t from, int64_t n,
                                    const float* in) {
   uint16_t* half = static_cast<uint16_t*>(x) + from;
   if (type == kFloat32)

@@ -6,7 +6,7 @@
 #include <type_traits>
 
 #include "group/group.h"
-#include "halves.h"
+#include "floats/runs.h"
 #include "packing/codes.h"
 
 namespace memtrain {
@@ -143,14 +143,7 @@ inline void read(const Job& job, int64_t first, int64_t count, float* to) {
   while (count > 0) {
     const int64_t column = first % columns, taken = std::min(columns - column, count);
     const int64_t at = first / columns * stride + column;
-    if (job.bf16) {
-      const uint16_t* from = static_cast<const uint16_t*>(job.x) + at;
-      int64_t i = 0;
-      for (; i + 16 <= taken; i += 16) store(to + i, (F)(widen(from + i) << 16));
-      for (; i < taken; ++i) to[i] = from_bfloat(from[i]);
-    } else {
-      std::memcpy(to, static_cast<const float*>(job.x) + at, taken * sizeof(float));
-    }
+    read_floats(job.x, job.bf16 ? kBfloat16 : kFloat32, at, taken, to);
     to += taken, first += taken, count -= taken;
   }
 }

@@ -19,11 +19,11 @@ inline void take_roots(StepTask& t) {
   invert(t.col_next, 1.0f, t.col_inv, t.cols);
 }
 
-// 32 partial sums to one, by halves.
-MT_INLINE float sum_of(const F* part) {
-  typedef float Eight __attribute__((vector_size(32)));
-  typedef float Four __attribute__((vector_size(16)));
-  const F all = part[0] + part[1];
+// The sum of the lanes, by halves.
+template <typename T, typename Lanes>
+MT_INLINE T sum_of(Lanes all) {
+  typedef T Eight __attribute__((vector_size(32)));
+  typedef T Four __attribute__((vector_size(16)));
   Eight e[2], eight;
   Four f[2], four;
   __builtin_memcpy(e, &all, sizeof e);
@@ -31,19 +31,6 @@ MT_INLINE float sum_of(const F* part) {
   __builtin_memcpy(f, &eight, sizeof f);
   four = f[0] + f[1];
   return (four[0] + four[2]) + (four[1] + four[3]);
-}
-
-// The sum of the lanes.
-MT_INLINE int32_t sum_of(I all) {
-  typedef int32_t Eight __attribute__((vector_size(32)));
-  typedef int32_t Four __attribute__((vector_size(16)));
-  Eight e[2], eight;
-  Four f[2], four;
-  __builtin_memcpy(e, &all, sizeof e);
-  eight = e[0] + e[1];
-  __builtin_memcpy(f, &eight, sizeof f);
-  four = f[0] + f[1];
-  return four[0] + four[1] + four[2] + four[3];
 }
 
 // A bfloat16 scale, rounded towards 0; 0 where there is none.
@@ -110,7 +97,7 @@ inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
         squares[k] += x * x, sizes[k] += (F)magnitude(x);
       }
     }
-    const F bound = splat(kBound * (sum_of(squares) / static_cast<float>(n)));
+    const F bound = splat(kBound * (sum_of<float>(squares[0] + squares[1]) / static_cast<float>(n)));
 
     // The scale of least squares.
     F large_sizes[2] = {};
@@ -125,10 +112,10 @@ inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
         truths = truths + is_large;
       }
     }
-    const int32_t count = -sum_of(truths);
+    const int32_t count = -sum_of<int32_t>(truths);
     const float whole = static_cast<float>(1.51 * 1.51) * static_cast<float>(count) +
                         static_cast<float>(0.4528 * 0.4528) * static_cast<float>(n - count);
-    const float length = kSmall * sum_of(sizes) + static_cast<float>(1.51 - 0.4528) * sum_of(large_sizes);
+    const float length = kSmall * sum_of<float>(sizes[0] + sizes[1]) + static_cast<float>(1.51 - 0.4528) * sum_of<float>(large_sizes[0] + large_sizes[1]);
     scales[b] = upper_half(length / whole);
     const F scale = splat(from_bfloat(scales[b])), small_value = small * scale, large_value = large * scale;
 
