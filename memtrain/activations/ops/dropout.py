@@ -51,7 +51,16 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     return (_masked(factor, shape, stride, packed, grad),)
 
 
-_dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True)
+dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True)
+"""`F.dropout(x, p)` in training, bit for bit, saving one bit per element for backward.
+
+Args:
+    x: float32, bfloat16, float16 or float64, any shape.
+    p: Probability of a zero, in (0, 1).
+
+Memory:
+    1/8 byte per element saved (torch: 4 on a CPU, 1 on CUDA).
+"""
 
 
 def _masked(
@@ -71,19 +80,3 @@ def _factor(p: float, dtype: torch.dtype, on_cuda: bool) -> float:
     if on_cuda:
         return 1 / (1 - p)
     return float(torch.tensor(1.0, dtype=dtype, device="cpu") / (1 - p))
-
-
-def dropout(x: Tensor, p: float) -> Tensor:
-    """`F.dropout(x, p)` in training, bit for bit, saving one bit per element for backward.
-
-    Args:
-        x: float32, bfloat16, float16 or float64, any shape.
-        p: Probability of a zero, in (0, 1).
-
-    Returns:
-        Shape and dtype of `x`.
-
-    Memory:
-        1/8 byte per element saved (torch: 4 on a CPU, 1 on CUDA).
-    """
-    return _dropout(x, p)
