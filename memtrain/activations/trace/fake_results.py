@@ -12,6 +12,7 @@ from memtrain.kernels.dispatch import is_for_cuda
 
 _HALVES = (torch.float16, torch.bfloat16)
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
+_COL2IM = torch.ops.aten.col2im.default
 _GROUP_NORM = torch.ops.aten.native_group_norm.default
 # Norm -> where among its arguments its parameters and running statistics are.
 _NORMS = {
@@ -44,7 +45,8 @@ def as_real(func: Any, args: Any, result: Any) -> Any:
     oneDNN's LSTM keeps a workspace for its backward, of no bytes in the fake form (torch runs each
     layer and direction of an `nn.LSTM` on the CPU by it, in float32). A norm of 16-bit numbers
     whose parameters are in float32 has statistics in float32, in the fake form in 16 bits; on CUDA
-    batch and layer norms have whatever their parameters are.
+    batch and layer norms have whatever their parameters are. `col2im` (`fold`, and the backward of
+    `unfold`) makes its smaller result in memory of its input's size.
 
     Args:
         func: The op, as a dispatch mode is given it.
@@ -54,6 +56,8 @@ def as_real(func: Any, args: Any, result: Any) -> Any:
     if func is _LSTM:
         output, hidden, cell, workspace = result
         return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
+    if func is _COL2IM and result.numel() < args[0].numel():
+        return args[0].new_empty(args[0].numel()).as_strided(result.shape, result.stride())
     if func in _NORMS and args[0].dtype in _HALVES:
         wide = is_for_cuda(args[0]) and func is not _GROUP_NORM
         if wide or _is_mixed(args[0], args[_NORMS[func]]):

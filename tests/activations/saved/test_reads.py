@@ -1,5 +1,7 @@
 """A forward reads no saved tensor once hooks are on it: each such read is a decompression."""
 
+from math import inf, nan
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,7 +9,10 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import memtrain
+from memtrain.activations.saved.handles import MaskBias
 from memtrain.activations.saved.store import Entry
+from memtrain.audit.peak.measure import measure
+from memtrain.audit.peak.predict import predict
 from tests.activations.proof.comparison import in_thread
 
 OPS = {
@@ -271,3 +276,27 @@ def test_the_dropout_of_attention_is_saved_in_bits():
     assert entry.planned == pytest.approx(
         (scores * (2 * group + 1) + inputs * group) / 8, rel=0.001
     )
+    model = Attention()
+    given = model, torch.optim.SGD(model.parameters()), torch.randn(4, 64, 64), "activations_only"
+    assert predict(*given).peak.nbytes == measure(*given).peak.nbytes
+
+
+@pytest.mark.parametrize(
+    ("numbers", "same"),
+    [
+        ([0.0, 1.25], True),
+        ([0.0, -inf], True),
+        ([-0.0, 0.5, 0.0], True),
+        ([0.0, 0.0], True),
+        ([3.0, 3.0], True),
+        ([0.0, 1.25, 1.5], False),
+        ([0.0, -1.0, 1.0], False),
+        ([0.0, nan], False),
+    ],
+)
+@pytest.mark.parametrize("expanded", [False, True])
+def test_a_mask_equals_what_its_bits_give_back(numbers, same, expanded):
+    x = torch.tensor(numbers).repeat(24)
+    x = x.view(1, -1).expand(8, -1) if expanded else x
+    mask = MaskBias(x)
+    assert mask.equals(x) == same == torch.equal(mask.unpack(), x)

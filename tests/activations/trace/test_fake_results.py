@@ -64,3 +64,21 @@ def test_a_network_of_batch_norms_under_autocast_peaks_where_it_is_said_to():
     given = model, optimizer, x, "balanced", options
     predicted, measured = predict(*given).peak, measure(*given).peak
     assert (predicted.phase, predicted.nbytes) == (measured.phase, measured.nbytes)
+
+
+class Unfolds(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 32), nn.Linear(32, 32)
+
+    def forward(self, x):
+        x = nn.functional.unfold(self.first(x), 3, padding=1)
+        return self.last(nn.functional.fold(x, (32, 32), 3, padding=1))
+
+
+def test_what_fold_makes_has_the_memory_of_its_input():
+    model = Unfolds()
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(8, 4, 32, 32)
+    for cfg in (None, "balanced"):
+        predicted, measured = predict(*given, cfg).peak, measure(*given, cfg).peak
+        assert (predicted.phase, predicted.nbytes) == (measured.phase, measured.nbytes)
