@@ -13,6 +13,12 @@ from memtrain.kernels.dispatch import is_for_cuda
 _HALVES = (torch.float16, torch.bfloat16)
 _LSTM = torch.ops.aten.mkldnn_rnn_layer.default
 _COL2IM = torch.ops.aten.col2im.default
+_LOSSES = {
+    torch.ops.aten.mse_loss.default,
+    torch.ops.aten.smooth_l1_loss.default,
+    torch.ops.aten.soft_margin_loss.default,
+    torch.ops.aten.binary_cross_entropy.default,
+}
 _GROUP_NORM = torch.ops.aten.native_group_norm.default
 # Norm -> where among its arguments its parameters and running statistics are.
 _NORMS = {
@@ -46,7 +52,8 @@ def as_real(func: Any, args: Any, result: Any) -> Any:
     layer and direction of an `nn.LSTM` on the CPU by it, in float32). A norm of 16-bit numbers
     whose parameters are in float32 has statistics in float32, in the fake form in 16 bits; on CUDA
     batch and layer norms have whatever their parameters are. `col2im` (`fold`, and the backward of
-    `unfold`) makes its smaller result in memory of its input's size.
+    `unfold`) makes its smaller result in memory of its input's size, and a loss its mean or sum in
+    memory of one number per element.
 
     Args:
         func: The op, as a dispatch mode is given it.
@@ -58,6 +65,9 @@ def as_real(func: Any, args: Any, result: Any) -> Any:
         return output, hidden, cell, workspace.new_empty(rnn_workspace_nbytes(args[0], args[2]))
     if func is _COL2IM and result.numel() < args[0].numel():
         return args[0].new_empty(args[0].numel()).as_strided(result.shape, result.stride())
+    if func in _LOSSES and not result.dim():
+        elements = torch.broadcast_shapes(args[0].shape, args[1].shape).numel()
+        return result.new_empty(max(1, elements)).as_strided((), ())
     if func in _NORMS and args[0].dtype in _HALVES:
         wide = is_for_cuda(args[0]) and func is not _GROUP_NORM
         if wide or _is_mixed(args[0], args[_NORMS[func]]):

@@ -82,3 +82,32 @@ def test_what_fold_makes_has_the_memory_of_its_input():
     for cfg in (None, "balanced"):
         predicted, measured = predict(*given, cfg).peak, measure(*given, cfg).peak
         assert (predicted.phase, predicted.nbytes) == (measured.phase, measured.nbytes)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize(
+    "name", ["mse_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy"]
+)
+def test_a_loss_has_the_memory_of_its_elements(name, reduction):
+    def size(shape=(64, 32)):
+        loss = getattr(nn.functional, name)
+        return (
+            loss(torch.full(shape, 0.5), torch.ones(shape), reduction=reduction)
+            .untyped_storage()
+            .nbytes()
+        )
+
+    shapes = (64, 32), (1, 1), ()
+    real = [size(shape) for shape in shapes]
+    with FakeTensorMode(), RealResults():
+        assert [size(shape) for shape in shapes] == real
+
+
+def test_a_step_with_a_loss_of_many_elements_is_predicted():
+    model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 1024))
+    options = StepOptions(loss=lambda y: nn.functional.mse_loss(y, torch.zeros_like(y)))
+    given = model, torch.optim.SGD(model.parameters(), lr=0.1), torch.randn(256, 64)
+    for cfg in (None, "balanced"):
+        predicted = predict(*given, cfg, options).peak
+        measured = measure(*given, cfg, options).peak
+        assert (predicted.phase, predicted.nbytes) == (measured.phase, measured.nbytes)
