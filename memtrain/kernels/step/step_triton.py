@@ -289,4 +289,4 @@ def update_options(
         return EXACT | ({"maxnreg": 128 if narrow else 88} if bits == 32 else {})
     if second == RANK1.value:
         return EXACT | {"num_warps": 16}
-    return EXACT | ({"maxnreg": 192} if bits in (4, 8) else {})
+    return EXACT | ({"maxnreg": 216 if draws else 192} if bits in (4, 8) else {})

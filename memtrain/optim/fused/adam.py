@@ -30,7 +30,8 @@ class AdamW4bit(FusedStates):
         betas: Decay of the first and of the second moment.
         eps: Added to the denominator.
         weight_decay: By default 0.01 where it is decoupled from the gradient, else 0, as in torch.
-        first: Name of the first moment's compressor, see `compressors.named`.
+        first: Name of the first moment's compressor, see `compressors.named`. `"B128/DE+SR"` rounds
+            stochastically, by the random bits of `Lion4bit`: the loss is lower in short runs.
         second: Name of the second moment's compressor. Where rank-1's or factored's vectors cost
             over 0.08 bytes per parameter, and for 1-d parameters, blocks serve instead (see
             `describe`).

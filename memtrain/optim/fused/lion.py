@@ -101,8 +101,8 @@ class Lion4bit(FusedStates):
     Same update as `Lion`, made in float32 and rounded once. A coordinate whose gradient is always
     zero does not move: its momentum stays 0. Rounding to nearest would discard the 1% by which a
     step changes the momentum, so the momentum is rounded stochastically. The random bits are a hash
-    of the element's momentum, weight and gradient (`update_rules.drawn`): a repeated or resumed run
-    gives the same result.
+    of the element's momentum and weight (`update_rules.drawn`): a repeated or resumed run gives the
+    same result.
 
     Args:
         params: Parameters or groups of them.
