@@ -246,6 +246,8 @@ class DerivedOutputs:
             cast = cast.next_functions[0][0]
         if cast is None or cast._sequence_nr() < self.first or x._version:
             return False
+        if self._outputs[output.source] is not output:
+            return False  # a cast of a cast, which was rounded twice
         memory, number = memory_of(x)[1], storage_id(x)
         if memory is None or memory != output.memory or memory[0] or x.dtype == output.dtype:
             return False

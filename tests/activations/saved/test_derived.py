@@ -156,6 +156,14 @@ def test_what_is_written_to_is_not_derived(make, write, products):
         assert cosine(a, b) > 0.999
 
 
+def test_a_cast_of_a_cast_is_not_derived():
+    model, records = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), []
+    model.forward = lambda x: model[2](model[1](model[0](x)).bfloat16().float())
+    attached(model, lambda site: GROUP, records=records)
+    model(torch.randn(256, 64))
+    assert [row.reason for row in records if row.site.op == "linear"][1:] == [""]
+
+
 def test_exact_twins_derive_nothing():
     model, x = SwiGLU(), torch.randn(8, 32, 64)
     exact = gradients(model, x)
