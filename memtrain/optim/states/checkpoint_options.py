@@ -41,8 +41,8 @@ def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, An
 
 def found(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names and values that `saved` has added to a checkpoint."""
-    given = (group.get(OWN) for group in state_dict["param_groups"])
-    return dict(next(filter(None, given), ()))
+    options = (group.get(OWN) for group in state_dict["param_groups"])
+    return dict(next(filter(None, options), ()))
 
 
 def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:

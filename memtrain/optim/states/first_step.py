@@ -13,12 +13,12 @@ from torch.optim import Optimizer
 from memtrain.optim.states.known_optimizers import SEPARABLE
 
 
-def raw_step(optimizer: Optimizer, *given: Callable[[], Any]) -> Any:
+def raw_step(optimizer: Optimizer, *args: Callable[[], Any]) -> Any:
     """The class's step without the hooks and the profiler: those belong to the outer step.
 
     Args:
         optimizer: Whose.
-        given: A closure, or nothing.
+        args: A closure, or nothing.
 
     Returns:
         The closure's loss, or None.
@@ -26,7 +26,7 @@ def raw_step(optimizer: Optimizer, *given: Callable[[], Any]) -> Any:
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
-    return step(optimizer, *given)
+    return step(optimizer, *args)
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:

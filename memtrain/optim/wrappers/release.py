@@ -246,10 +246,10 @@ class ReleaseGradients(OptimizerWrapper):
         self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Restore what `own_state` returned, or start anew."""
-        given = own.get("gradients", {"norm": None, "skipped": 0})
-        self.norm, self.skipped = given["norm"], int(given["skipped"])
+        saved = own.get("gradients", {"norm": None, "skipped": 0})
+        self.norm, self.skipped = saved["norm"], int(saved["skipped"])
         self._sums = GradientSums(self.accumulate, self._sums.seed)
-        self._sums.steps = int(given.get("steps", 0))
+        self._sums.steps = int(saved.get("steps", 0))
         self.forget_step()
 
     def __getstate__(self) -> dict[str, Any]:

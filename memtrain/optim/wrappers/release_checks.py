@@ -55,10 +55,10 @@ def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
 
 def refuse_scaler(release: object) -> None:
     """Raise RuntimeError if a GradScaler has handed over what it found."""
-    given = [name for name in ("grad_scale", "found_inf") if name in vars(release)]
-    for name in given:
+    found = [name for name in ("grad_scale", "found_inf") if name in vars(release)]
+    for name in found:
         delattr(release, name)
-    if given:
+    if found:
         raise RuntimeError(
             "GradScaler must see all gradients before any update, but backward has applied "
             "and freed them. Without a scaler: multiply the loss by a constant and set loss_scale "
