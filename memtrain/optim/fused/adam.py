@@ -138,6 +138,8 @@ AdamW4bitFactor = variant(
     "AdamW4bitFactor",
     """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
 
+    The first moment is rounded stochastically by default: `first="B128/DE+SR"`. The paper's
+    `"B128/DE"`, rounded to nearest, takes 0.9 of the step's time and ends short runs higher.
     A NaN or Inf in a gradient spreads to the whole matrix in that step: all factors share a mean.
     Factors represent a moment of rank one. Where few elements of a row and of its column have
     gradients, the factors are up to `min(rows, columns)` times too small, and the elements' updates
@@ -149,6 +151,7 @@ AdamW4bitFactor = variant(
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, section 4.3.
     """,
+    first_default="B128/DE+SR",
     second_default="factored",
 )
 
