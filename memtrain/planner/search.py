@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from math import inf
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,37 +23,28 @@ from memtrain.config.sizes import parse_size
 from memtrain.config.sources import KEEP, Config, load
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.plan import plan as rules
-from memtrain.plan.compressor_specs import compressor_spec
 from memtrain.plan.plan import Plan
 from memtrain.plan.predicted_bytes import training_dtypes
 from memtrain.planner.advice import advice
+from memtrain.planner.candidates import (
+    CandidatePlan,
+    best_candidates,
+    candidate_plans,
+    config_of,
+    count_options,
+    priced,
+)
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.goal import DoesNotFit, Fit, Goal, Objective, Progress, silent
-from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, solve, thinned
+from memtrain.planner.goal import DoesNotFit, Fit, Goal, Progress, silent
+from memtrain.planner.knapsack import Solution, solve
 from memtrain.planner.optimizer_states import States, gather_states
 from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search_space import SearchSpace, gather
 
-PLANS = 256
-"""How many plans of the trade between the objective and the peak are distinguished."""
 ROOM = 0.95
 """A smaller batch is advised that takes this share of the budget: it gets another plan."""
 TEMPORARIES = 0.9
 """This share of temporaries that three plans need, all are taken to need."""
-
-
-class CandidatePlan(NamedTuple):
-    """A whole plan, before its peak is predicted."""
-
-    seconds: float
-    peak: float
-    """Bytes at the peak, without temporaries."""
-    error: float
-    space: SearchSpace
-    solution: Solution
-    """Of saved tensors."""
-    states: States
-    """Of optimizer states."""
 
 
 def make_plan(
@@ -318,128 +308,6 @@ def _converts(model: nn.Module, batch: Any, config: Config) -> Any:
     changed = any(p.dtype == torch.float32 for p in dtypes)
     changed |= bool(dtypes) and any(x.dtype == torch.float32 for x in given)
     return next(iter(dtypes.values())) if changed else None
-
-
-def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
-    """Give options their seconds by the goal's rates, and errors in units of `balanced`'s.
-
-    With released gradients none stays for later.
-    """
-    unit = sum(item.balanced.error for item in space.items) or 1.0
-    released = space.plan.config.gradients != KEEP
-
-    def cost(own: Option) -> Option:
-        seconds = own.seconds + goal.rates.compressing(own)
-        return replace(own, seconds=seconds, error=own.error / unit)
-
-    return [
-        replace(
-            segment,
-            items=[replace(item, options=[*map(cost, item.options)]) for item in segment.items],
-            recompute=segment.recompute and cost(segment.recompute),
-            later=0 if released else segment.later,
-        )
-        for segment in space.segments
-    ]
-
-
-def candidate_plans(
-    space: SearchSpace,
-    goal: Goal,
-    solutions: Sequence[Solution],
-    variants: Sequence[States],
-    *,
-    separate_host: bool,
-) -> list[CandidatePlan]:
-    """Combine solutions for saved tensors with variants of states, where no other is better.
-
-    Args:
-        space: With the plan of its weights and gradients.
-        goal: What is asked.
-        solutions: For its saved tensors.
-        variants: Of optimizer states.
-        separate_host: Whether the device has memory of its own.
-
-    Returns:
-        Plans, for each variant of states the best first.
-    """
-    weights, gradients = (
-        sum(entry.on_device(separate_host) for entry in space.plan.entries(kind))
-        for kind in ("weight", "gradient")
-    )
-    base = 3 * goal.rates.seconds(space.work)
-    saved = np.array(
-        [(one.seconds, max(one.highest, one.saved, gradients), one.error) for one in solutions]
-    ).reshape(-1, 3)
-    found: list[CandidatePlan] = []
-    for states in variants:
-        held = weights + states.nbytes
-        seconds, peak = base + states.seconds + saved[:, 0], held + saved[:, 1]
-        error = np.maximum(states.error, saved[:, 2])
-        first, second = (seconds, error) if goal.objective == "time" else (error, seconds)
-        order = np.lexsort((peak, second, first))
-        lowest = np.minimum.accumulate(np.concatenate([[np.inf], peak[order][:-1]]))
-        for row in order[peak[order] < lowest].tolist():
-            totals = float(seconds[row]), float(peak[row]), float(error[row])
-            found.append(CandidatePlan(*totals, space, solutions[row], states))
-    return found
-
-
-def best_candidates(
-    candidates: Sequence[CandidatePlan], objective: Objective
-) -> list[CandidatePlan]:
-    """List plans of which each has a smaller peak than all that are better, thinned out evenly.
-
-    Of plans that are equally good an earlier one is preferred.
-    """
-    ways = [*dict.fromkeys(map(_kept, candidates))]
-    # Bfloat16 weights that lose small updates are for where no truer ones fit.
-    lossy = KEEP if ways and ways[-1][0] == KEEP != ways[0][0] else None
-
-    def worth(one: CandidatePlan) -> tuple[float, ...]:
-        first, second = one.seconds, one.error
-        best = (first, second) if objective == "time" else (second, first)
-        kept = _kept(one)
-        return (kept[0] == lossy, *best, ways.index(kept), one.peak)
-
-    listed = shrinking(sorted(candidates, key=worth), lambda one: one.peak)
-    return listed if len(listed) <= PLANS else thinned(listed, lambda one: one.peak, PLANS)
-
-
-def _kept(candidate: CandidatePlan) -> tuple[str, str]:
-    """Choices for weights and for gradients."""
-    config = candidate.space.plan.config if candidate.space is not None else Config()
-    return config.weights, config.gradients
-
-
-def config_of(candidate: CandidatePlan) -> Config:
-    """Make the config of a plan: its sites, its blocks to recompute and their saves, its states."""
-    space, config = candidate.space, candidate.space.plan.config
-    sites: dict[str, Any] = {}
-    again: list[str] = []
-    for segment, own in zip(space.segments, candidate.solution.choices, strict=True):
-        if own is None:
-            again.append(segment.name)
-            continue
-        for item, index in zip(segment.items, own, strict=True):
-            choices = item.options[index].choices
-            sites |= {site.name: compressor_spec(chosen) for site, chosen in choices.items()}
-    activations = replace(config.activations, rules=[], sites=sites, recompute=again)
-    return replace(config, activations=activations, optim=candidate.states.config)
-
-
-def count_options(candidate: CandidatePlan) -> dict[str, int]:
-    """Count the items that each option is chosen for, and the blocks that are recomputed."""
-    counts: dict[str, int] = {}
-    for segment, own in zip(candidate.space.segments, candidate.solution.choices, strict=True):
-        if own is None and segment.recompute is not None:
-            counts[segment.recompute.name] = counts.get(segment.recompute.name, 0) + 1
-            continue
-        for item, index in zip(segment.items, own or (), strict=True):
-            if item.options[0].nbytes:
-                name = item.options[index].name
-                counts[name] = counts.get(name, 0) + 1
-    return counts
 
 
 def _plain_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> float:

@@ -16,10 +16,11 @@ from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.predict import predict
 from memtrain.config.sources import ActivationRule, Activations, Config, Optim
 from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search
+from memtrain.planner.candidates import CandidatePlan, best_candidates, config_of
 from memtrain.planner.knapsack import Sums, solve
 from memtrain.planner.optimizer_states import gather_states
 from memtrain.planner.schemes import STATES, TORCH
-from memtrain.planner.search import CandidatePlan, best_candidates, config_of, first_that_fits
+from memtrain.planner.search import first_that_fits
 from memtrain.planner.search_space import gather
 from tests.planner.nets import Net, X, everything, make
 from tests.planner.test_knapsack import segments_of
