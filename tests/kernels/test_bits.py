@@ -39,3 +39,15 @@ def test_blocks_pads_with_zeros(numel, rows):
     padded = bit_codes.blocks(torch.ones(numel), 8)
     assert padded.shape == (rows, 8)
     assert padded.sum() == numel
+
+
+def test_four_bits_are_the_nibble_layout():
+    codes = torch.randint(0, 16, (1, 128))
+    assert torch.equal(bit_codes.pack(codes, 4)[0].long(), codes[0, :64] | codes[0, 64:] << 4)
+
+
+def test_three_bits_are_three_little_endian_bytes_of_eight_codes():
+    # 1 + 2*8 + 3*64 + 4*512 + 5*4096 + 6*32768 + 7*262144 = 0b111_110_101_100_011_010_001_000
+    codes = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
+    word = 0b111_110_101_100_011_010_001_000
+    assert bit_codes.pack(codes, 3).tolist() == [[word & 255, word >> 8 & 255, word >> 16]]

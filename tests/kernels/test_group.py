@@ -50,6 +50,30 @@ def test_reference_matches_a_worked_case():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("share", [0.01, 0.5, 0.99])
+def test_bad_numbers_change_no_other_value(name, bad, share):
+    for dtype, bits, size in ((torch.float32, 4, 256), (torch.bfloat16, 1, 32), (FP16, 8, 24)):
+        options = {"bits": bits, "group_size": size, "stochastic": True, "wide": bits == 8}
+        x = torch.randn(5 * size + 3).to(dtype)
+        is_bad = torch.rand(len(x)) < share
+        is_bad[size] = True
+        is_bad[size - 1 :: size], is_bad[-1] = False, False  # one finite element at least
+        x[is_bad] = bad
+        # Where it stands, the least or the greatest finite element of its group.
+        groups = x.split(size)
+        edge = [(g[g.isfinite()].max() if bad > 0 else g[g.isfinite()].min()) for g in groups]
+        y = torch.cat([torch.where(g.isfinite(), g, e) for g, e in zip(groups, edge, strict=True)])
+        with backend(name):
+            decoded, same = roundtrip(x, **options), roundtrip(y, **options)
+            _, bounds = group.group_quantize(x, bits, size, wide=bits == 8)
+        assert torch.equal(decoded[~is_bad], same[~is_bad])
+        side = bounds[:, int(bad > 0)].float().repeat_interleave(size)[: len(x)]
+        error = (decoded.float() - side).abs()[is_bad]
+        assert (error <= 2 * torch.finfo(dtype).eps * bounds.abs().max().float()).all()
+
+
+@pytest.mark.parametrize("name", BACKENDS)
 def test_bounds_are_rounded_outwards(name):
     # bfloat16 near 1 has steps of 2**-7, just below 2 too.
     x = torch.tensor([[1.001, 1.999], [-1.999, -1.001], [-1e-3, 3e-3], [-0.5, 0.5]])

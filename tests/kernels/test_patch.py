@@ -245,3 +245,20 @@ def test_wrong_input_is_refused():
         patch.patch_dequantize(words, 5, 4)
     with pytest.raises(ValueError, match=r"words are torch\.int32"):
         patch.patch_dequantize(words.int(), 4, 4)
+
+
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bad_numbers_change_no_other_value(name, bad, dtype):
+    x = torch.randn(2, 8, 9, 1).to(dtype)
+    near = x[1, 4:8, :4]
+    x[1, 5, 2], x[1, 6, 0] = near.max() if bad > 0 else near.min(), near[0, 0]
+    with backend(name):
+        clean = roundtrip(x, stochastic=True)
+        x[1, 5, 2] = bad
+        assert same(roundtrip(x, stochastic=True), clean)
+        x[1, 4:8, :4] = bad
+        decoded = roundtrip(x, stochastic=True)
+    clean[1, 4:8, :4] = NAN
+    assert same(decoded, clean)
