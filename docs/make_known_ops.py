@@ -22,7 +22,6 @@ readers of the op's result. They may also read casts of the result, and products
 result and another tensor.
 
 - For `sigmoid` and `tanh`, convolutions, softmax and cross-entropy may also read the result.
-- For `exp`, multiplications may also read the result.
 - For squares (`h ** 2`, `h * h`), multiplications, and sums and means of eight or more elements,
   may also read the result.
 

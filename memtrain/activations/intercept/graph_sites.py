@@ -82,7 +82,7 @@ linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum grouped_mm __matmul__ 
 """
 _READERS = {
     "softmax": frozenset(_PRODUCTS.split()),
-    "exp": frozenset([*_PRODUCTS.split(), "mul", "multiply", "__mul__", "__rmul__"]),
+    "exp": frozenset(_PRODUCTS.split()),
     "sigmoid": frozenset[str](),  # a gate is multiplied first, and what reads the product is open
     "tanh": frozenset[str](),
 }

@@ -87,7 +87,9 @@ class OpMode(TorchFunctionMode):
             if x._version == version:
                 mark_unwritten(x)
         if saved is not None:
-            saved.collect(result, func, self.module, hooked=hooked)
+            # An assignment to a slice returns nothing: its nodes are those of its first argument.
+            made = args[0] if result is None and args else result
+            saved.collect(made, func, self.module, hooked=hooked)
         return result
 
     def _before(self, saved: SavedTensors, func: Any, args: Sequence[Any], kwargs: Any) -> bool:

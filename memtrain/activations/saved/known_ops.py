@@ -267,9 +267,7 @@ TABLE: tuple[KnownOp, ...] = (
     KnownOp("AddmvBackward0", "matmul", _two("mat", "vec")),
     KnownOp("GroupedMmBackward0", "grouped_mm", _two("self", "mat2")),
     KnownOp("MulBackward0", "mul", _two("self", "other")),
-    KnownOp(
-        "ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR, readers=PRODUCTS | MULTIPLIES),)
-    ),
+    KnownOp("ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR, readers=PRODUCTS),)),
     KnownOp(
         "PowBackward0",
         _power,
@@ -409,6 +407,11 @@ VIEWS = node_classes(
 """Nodes that write nothing: their output is their input's memory."""
 CASTS = node_classes("ToCopyBackward0")
 """Nodes that copy their input in another dtype."""
+RESHAPES_AND_COPIES = CASTS | node_classes(
+    *("AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"),
+    "ViewBackward0",
+)
+"""Nodes whose output has the elements of their input, in the same order."""
 SAME_VALUES = (
     VIEWS
     | CASTS

@@ -7,7 +7,13 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.known_ops import CARRIES, MULTIPLIES, VIEWS, sums_few
+from memtrain.activations.saved.known_ops import (
+    CARRIES,
+    MULTIPLIES,
+    RESHAPES_AND_COPIES,
+    VIEWS,
+    sums_few,
+)
 from memtrain.activations.saved.origin import storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
@@ -160,8 +166,17 @@ def is_square(node: Any, factors: Mapping[str, Tensor]) -> bool:
     """
     if len(factors) < 2 or factors["self"] is factors["other"]:
         return len(factors) == 2
-    (one, index), (other, other_index) = node.next_functions
-    return index == other_index and _may_be_equal(one, other, _STEPS)
+    one, other = node.next_functions
+    if factors["self"].shape == factors["other"].shape:
+        one, other = _source(*one), _source(*other)
+    return one[1] == other[1] and _may_be_equal(one[0], other[0], _STEPS)
+
+
+def _source(node: Any, index: int) -> tuple[Any, int]:
+    """The node and the index of an output, of which an output is a copy or has another shape."""
+    while type(node) in RESHAPES_AND_COPIES:
+        node, index = node.next_functions[0]
+    return node, index
 
 
 def _may_be_equal(one: Any, other: Any, steps: int) -> bool:
