@@ -26,11 +26,11 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 46_200,
-    "lines of the tests": 43_000,
+    "lines of the package": 46_000,
+    "lines of the tests": 42_800,
     "lines of experiments and benchmarks": 4_500,
     "classes": 227,
-    f"files above {LONGEST} lines": 9,
+    f"files above {LONGEST} lines": 1,
     "private words": 0,
     "private words in identifiers": 0,
     "words of the documentation": 28_000,
