@@ -255,7 +255,7 @@ def signature(
         [*map(address, params)],
         [*map(address, rest)],
         [*map(Tensor.numel, rest)],
-        {x.device for x in rest},
+        {*map(Tensor.get_device, rest)},
         [] if is_simulated() else [at & 15 for at in map(Tensor.data_ptr, grads)],
     ]
 

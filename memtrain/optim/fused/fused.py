@@ -194,7 +194,7 @@ class FusedStates(CompressedStates):
             self.check(group)
         watched = self._watch.before(own)
         if prepared is not None and tensors is not None:
-            prepared.run(self._inputs(own, tensors))
+            prepared.run(self._inputs(own, prepared, tensors))
         else:
             self._prepare_and_step(own)
         _increase_versions([target.param for _, targets in own for target in targets])
@@ -210,10 +210,13 @@ class FusedStates(CompressedStates):
             return None
         return tensors_of(parts, [self.state_names(group) for group, _ in parts], self.state)
 
-    def _inputs(self, parts: Sequence[Part], tensors: StepTensors) -> Inputs:
+    def _inputs(
+        self, parts: Sequence[Part], prepared: PreparedStep, tensors: StepTensors
+    ) -> Inputs:
         """Return the gradients and scalars of a later step of the same tensors."""
         scalars = [one for part in parts for one in self._scalars(*part)]
-        return Inputs(tensors.grads, scalars, tensors.states, tensors.seeds, tensors.guards)
+        states = tensors.states() if prepared.reads_states else ()
+        return Inputs(tensors.grads, scalars, states, tensors.seeds, tensors.guards)
 
     def _prepare_and_step(self, parts: Sequence[Part]) -> None:
         """Build the kernel tables, run the step, and cache the tables."""

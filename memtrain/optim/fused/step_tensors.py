@@ -1,14 +1,15 @@
 """Inputs of an optimizer step: gradients, states and the cache key."""
 
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels import dispatch
 from memtrain.kernels.step.codecs import Payload
-from memtrain.kernels.step.split import MasterWeight
+from memtrain.kernels.step.prepared import signature
+from memtrain.kernels.step.split import NO_MASTER
 from memtrain.optim.fused.payloads import as_payload, real_view
 from memtrain.optim.states.shards import USUAL, local
 from memtrain.optim.states.targets import Part
@@ -23,11 +24,19 @@ class StepTensors(NamedTuple):
     """The identity of the first parameter: `PreparedSteps` keeps the step under it."""
     signature: list[Any]
     """Equal for steps with equal kernel tables."""
-    grads: list[Tensor]
-    states: list[tuple[Payload, ...]]
-    seeds: list[int]
+    grads: Sequence[Tensor]
+    payloads: list[Payload]
+    """Of all states, parameter by parameter."""
+    counts: list[tuple[int, int]]
+    """Parameters per group, and states of each."""
+    seeds: Sequence[int]
     guards: Sequence[Tensor | None]
     """As in `Inputs`."""
+
+    def states(self) -> list[tuple[Payload, ...]]:
+        """Return the payloads of each parameter's states."""
+        each = iter(self.payloads)
+        return [tuple(islice(each, n)) for count, n in self.counts for _ in range(count)]
 
 
 def tensors_of(
@@ -44,59 +53,40 @@ def tensors_of(
         None if no parameter has a gradient, or if a state is missing: such a step is prepared
         tensor by tensor.
     """
-    signature: list[Any] = [dispatch.forced]
-    grads, found, seeds, guards = [], [], [], []
-    for (_, targets), own_names in zip(parts, names, strict=True):
-        if not {target.grad.layout for target in targets} <= _DENSE:
-            return None
-        for param, grad, guard, master in targets:
-            state = states.get(param, {})
-            payloads = [state.get(name) for name in own_names]
-            if not {*map(type, payloads)} <= _PAYLOAD:
-                payloads = [*map(as_payload, payloads)]
-                if None in payloads:
-                    return None
-            signature += (id(param), own_names, guard is None)
-            if type(param) not in USUAL or param.dtype.is_complex:
-                param, grad = real_view(local(param)), real_view(grad)
-            _add_row(signature, param, grad, payloads, master)
-            grads.append(grad)
-            found.append(payloads)
-            seeds.append(master.seed)
-            guards.append(guard)
-    if not grads:
+    targets = [target for _, own in parts for target in own]
+    if not targets:
         return None
-    first = signature[1]
-    guarded = guards if any(guard is not None for guard in guards) else ()
-    return StepTensors(first, signature, grads, found, seeds, guarded)
-
-
-def _add_row(
-    signature: list[Any],
-    param: Tensor,
-    grad: Tensor,
-    payloads: Sequence[Payload],
-    master: MasterWeight,
-) -> None:
-    """Add what a row of the kernels' table depends on, but for `Inputs`.
-
-    The list is flat: the garbage collector would count a tuple for each parameter.
-    """
-    signature += (
-        param.data_ptr(),
-        param.dtype,
-        param.shape,
-        param.is_contiguous(),
-        param.device,
-        grad.dtype,
-        grad.shape,
-        grad.is_contiguous(),
-        grad.data_ptr() & 15,
-        master.stochastic,
-    )
-    for payload in payloads:
-        for name, x in payload.items():
-            signature += (name, x.data_ptr(), x.numel())
-    if master.correction is not None:
-        kept = master.correction
-        signature += (kept.dtype, kept.data_ptr(), kept.numel(), kept.is_contiguous())
+    params, grads, guards, masters = zip(*targets, strict=True)
+    if not {grad.layout for grad in grads} <= _DENSE:
+        return None
+    payloads: list[Any] = []
+    for (_, own), own_names in zip(parts, names, strict=True):
+        for target in own:
+            payloads += map(states.get(target.param, {}).get, own_names)
+    if not {*map(type, payloads)} <= _PAYLOAD:
+        payloads = [*map(as_payload, payloads)]
+        if None in payloads:
+            return None
+    # A step without guards and masters reads none, one by one.
+    own_guards = guards if {*map(type, guards)} != {type(None)} else ()
+    own_masters = masters if {*map(id, masters)} != {id(NO_MASTER)} else ()
+    corrections = [m.correction for m in own_masters if m.correction is not None]
+    counts = [(len(own), len(own_names)) for (_, own), own_names in zip(parts, names, strict=True)]
+    more = [
+        [*map(id, params)],
+        [*names],
+        counts,
+        [*map(len, payloads)],
+        [*chain.from_iterable(payloads)],
+        [guard is None for guard in own_guards],
+        [(m.correction is None, m.stochastic) for m in own_masters],
+        [(x.dtype, x.is_contiguous()) for x in corrections],
+    ]
+    own_params = params
+    if not {*map(type, params)} <= USUAL or any(x.is_complex for x in {p.dtype for p in params}):
+        own_params = [real_view(local(p)) for p in params]
+        grads = [*map(real_view, grads)]
+    tensors = chain(chain.from_iterable(map(dict.values, payloads)), corrections)
+    key = signature(own_params, grads, tensors, more)
+    seeds = [m.seed for m in own_masters]
+    return StepTensors(id(params[0]), key, grads, payloads, counts, seeds, own_guards)

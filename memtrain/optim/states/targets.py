@@ -30,7 +30,7 @@ Part = tuple[dict[str, Any], Sequence[Target]]
 def parts_of(groups: Iterable[dict[str, Any]]) -> list[Part]:
     """Return every group with its parameters that have gradients."""
     return [
-        (group, [Target(p, p.grad) for p in group["params"] if p.grad is not None])
+        (group, [Target(p, grad) for p in group["params"] if (grad := p.grad) is not None])
         for group in groups
     ]
 
