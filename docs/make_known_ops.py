@@ -19,7 +19,8 @@ PyTorch's `tools/autograd/derivatives.yaml` lists the formula of each backward.
 
 "Products read it" is a condition: the tensor is compressed only if matrix products are the only
 readers of the op's result. They may also read casts of the result, and products and sums of the
-result and another tensor.
+result and another tensor. A product with a constant that is no parameter does not count: one-hot
+vectors select elements.
 
 - For `sigmoid` and `tanh`, convolutions, softmax and cross-entropy may also read the result.
 - For squares (`h ** 2`, `h * h`), multiplications, and sums and means of eight or more elements,

@@ -9,12 +9,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.known_ops import (
     CARRIES,
+    KNOWN,
     MULTIPLIES,
+    PRODUCTS,
     RESHAPES_AND_COPIES,
     VIEWS,
     sums_few,
 )
-from memtrain.activations.saved.origin import storage_id
+from memtrain.activations.saved.origin import is_parameter, storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
 
@@ -200,5 +202,19 @@ def _options(node: Any) -> list[Any]:
 
 
 def _scales(node: Any) -> bool:
-    """Whether a node multiplies by a constant: a mask, or torch's own dropout."""
-    return type(node) in MULTIPLIES and any(above is None for above, _ in node.next_functions)
+    """Whether a node multiplies by a constant: a mask, torch's own dropout, or one-hot vectors.
+
+    A product with one-hot vectors selects elements, and a logarithm may read them then. A frozen
+    weight is no such constant.
+    """
+    kind = type(node)
+    if kind in MULTIPLIES:
+        return any(above is None for above, _ in node.next_functions)
+    if kind not in PRODUCTS:
+        return False
+    factors = list(KNOWN[kind].tensors)
+    for saved, (above, _) in zip(reversed(factors), reversed(node.next_functions), strict=False):
+        x = getattr(node, f"_saved_{saved.attribute}") if above is None else None
+        if x is not None and not is_parameter(x):
+            return True
+    return False

@@ -93,7 +93,7 @@ def test_a_softmax_that_a_logarithm_reads_too_is_kept(behind, order, checkpointe
             return y + z.mean() + ((p @ x).sum() if order == "logarithm first" else 0.0)
 
     torch.manual_seed(0)
-    model, x = Attention(), torch.randn(64, 64)
+    model, x = Attention(), nn.Parameter(torch.randn(64, 64), requires_grad=False)
     state = torch.get_rng_state()
     model(x).backward()
     exact = model.scores.weight.grad.clone()
@@ -145,7 +145,7 @@ def test_a_result_that_is_read_where_no_mode_sees_it_is_kept(name, form):
 
     def gradient(model):
         torch.manual_seed(1)
-        y = model(torch.randn(64, 64)).sum()
+        y = model(nn.Parameter(torch.randn(64, 64), requires_grad=False)).sum()
         loss = y if name in ELSEWHERE else y + logarithm(model.weights).mean()
         return torch.autograd.grad(loss, model.scores.weight)[0]
 
@@ -158,6 +158,7 @@ def test_a_result_that_is_read_where_no_mode_sees_it_is_kept(name, form):
     assert torch.equal(gradient(model), exact)
 
 
+WEIGHT = nn.Parameter(torch.ones(64, 64).tril(), requires_grad=False)
 SQUARES = {
     **{"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h},
     "two differences": lambda h: (h - 0.1) * (h - 0.1),
@@ -172,11 +173,12 @@ SMALL = {
     "a logarithm of two": lambda s: s.view(64, 32, 2).sum(-1).log(),
     "a root of a scaled mean of four": lambda s: (3 * s.view(64, 16, 4).mean(-1)).sqrt(),
     "a quotient": lambda s: 1 / s,
+    "a logarithm of chosen elements": lambda s: torch.log(s @ torch.eye(64)),
 }
 LARGE = {
     "a mean": lambda s: s.mean(-1).rsqrt(),
     "a sum of eight": lambda s: s.view(64, 8, 8).sum(-1).log(),
-    "a product": lambda s: s @ torch.ones(64, 64),
+    "a product": lambda s: s @ WEIGHT,
 }
 
 
@@ -202,14 +204,15 @@ UNBOUNDED = {
     "a logarithm of what is left": lambda s, v: torch.log(1 - s),
     "a logarithm of a product": lambda s, v: torch.log(s * v.exp()),
     "a logarithm of two gates": lambda s, v: torch.log(s * torch.sigmoid(v)),
-    "a logarithm behind a product": lambda s, v: (s @ torch.ones(64, 64)) + torch.log(s),
+    "a logarithm behind a product": lambda s, v: (s @ WEIGHT) + torch.log(s),
     "a quotient": lambda s, v: v / (s + 0.01),
     "cross-entropy of one": lambda s, v: F.binary_cross_entropy(s, torch.ones(64, 64)),
-    "a thread": lambda s, v: s @ torch.ones(64, 64) + in_thread(torch.log, s * 1).sum(),
+    "a logarithm of chosen elements": lambda s, v: torch.log(s[None] @ torch.eye(64)[None]),
+    "a thread": lambda s, v: s @ WEIGHT + in_thread(torch.log, s * 1).sum(),
 }
 BOUNDED = {
-    "a product": lambda s, v: (s * v) @ torch.ones(64, 64).tril(),
-    "two gates": lambda s, v: (s * torch.tanh(v)) @ torch.ones(64, 64).tril(),
+    "a product": lambda s, v: (s * v) @ WEIGHT,
+    "two gates": lambda s, v: (s * torch.tanh(v)) @ WEIGHT,
     "a softmax": lambda s, v: (20 * s + torch.ones(64, 64).triu(1) * -1e9).softmax(-1) @ v,
     "a log-softmax": lambda s, v: F.log_softmax(4 * s, -1)[:, 0],
     "cross-entropy of many": lambda s, v: F.cross_entropy(30 * s, torch.arange(64)),
