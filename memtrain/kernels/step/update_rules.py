@@ -290,6 +290,10 @@ def drawn(m: Tensor, p: Tensor) -> Tensor:
     need no seed, and opposite gradients get the same ones. The parameter's lower bits do not
     count: they depend on the order of sums.
 
+    With a gradient that is the same to the bit in every step, the momentum reaches a fixed point:
+    its codes then change only as the parameter's upper bits do, sooner where the momentum is
+    large. Its mean over time was 7 % too small at a learning rate of 0.001, to nearest 3 %.
+
     Args:
         m: The new momentum.
         p: The parameter before the step.
