@@ -139,7 +139,8 @@ AdamW4bitFactor = variant(
     """`AdamW4bit` with the second moment of two or more dimensions factored into rows and columns.
 
     The first moment is rounded stochastically by default: `first="B128/DE+SR"`. The paper's
-    `"B128/DE"`, rounded to nearest, takes 0.9 of the step's time and ends short runs higher.
+    `"B128/DE"`, rounded to nearest, takes 0.9 of the step's time. It ends short runs of networks
+    higher, and least squares with noisy gradients lower.
     A NaN or Inf in a gradient spreads to the whole matrix in that step: all factors share a mean.
     Factors represent a moment of rank one. Where few elements of a row and of its column have
     gradients, the factors are up to `min(rows, columns)` times too small, and the elements' updates
