@@ -316,13 +316,14 @@ def intercepted(model, choose, min_elements=1):
     return model
 
 
+FROZEN = nn.Parameter(torch.eye(16), requires_grad=False)
 # Compressed by hooks: the second derivative is that of the decompressed tensors.
 HOOKED = {
-    "square": lambda x: torch.square(x) @ torch.eye(16),
-    "softmax": lambda x: torch.softmax(x, -1) @ torch.eye(16),
+    "square": lambda x: torch.square(x) @ FROZEN,
+    "softmax": lambda x: torch.softmax(x, -1) @ FROZEN,
     "matmul": lambda x: x @ x.t(),
-    "sigmoid": lambda x: torch.sigmoid(x) @ torch.eye(16),
-    "exp": lambda x: torch.exp(x) @ torch.eye(16),
+    "sigmoid": lambda x: torch.sigmoid(x) @ FROZEN,
+    "exp": lambda x: torch.exp(x) @ FROZEN,
 }
 # Functions of ours: a payload has no second derivative.
 REPLACED = {
