@@ -27,7 +27,7 @@ class _Result:
         self, x: Tensor, storage: Storage, readers: frozenset[type], save: Callable[[bool], None]
     ) -> None:
         self.readers, self.number = readers, storage_id(x)
-        self.copies: list[StorageWeakRef] = []
+        self.copies: set[StorageWeakRef] = set()
         """Memory of other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
         self._geometry: Geometry = (x.shape, x.stride(), x.storage_offset())
@@ -42,7 +42,8 @@ class _Result:
     @property
     def has_copies(self) -> bool:
         """Whether a copy of its elements is alive."""
-        return not all(copy.expired() for copy in self.copies)
+        self.copies = {copy for copy in self.copies if not copy.expired()}
+        return bool(self.copies)
 
     @property
     def is_held(self) -> bool:
@@ -72,10 +73,10 @@ class Readers:
     """
 
     def __init__(self) -> None:
-        self.results: dict[int, tuple[_Result, ...]] = {}
+        self.results: dict[int, dict[_Result, None]] = {}
         """Results, by the numbers of the nodes that give them or carry their elements."""
         self._made: list[_Result] = []
-        self._allowed: list[_Result] = []
+        self._allowed: dict[_Result, None] = {}
 
     def add(
         self,
@@ -95,7 +96,7 @@ class Readers:
             save: Compresses the result, or keeps it.
         """
         number, found = node._sequence_nr(), _Result(x, storage, readers, save)
-        self.results[number] = (*self.results.get(number, ()), found)
+        self.results.setdefault(number, {})[found] = None
         self._made.append(found)
 
     def visit(self, node: Any, *, carries: bool = False, bounded: bool = False) -> None:
@@ -112,12 +113,11 @@ class Readers:
             for found in () if above is None else self.results.get(above._sequence_nr(), ()):
                 if bounded or (kind in found.readers and not sums_few(node) and not _scales(node)):
                     if found.has_copies:
-                        self._allowed.append(found)
+                        self._allowed[found] = None
                     else:
                         found.save(compress=True)
                 elif kind in VIEWS or (carries and not found.is_saved):
-                    number = node._sequence_nr()
-                    self.results[number] = (*self.results.get(number, ()), found)
+                    self.results.setdefault(node._sequence_nr(), {})[found] = None
                 else:
                     found.save(compress=False)
 
@@ -132,11 +132,11 @@ class Readers:
                 number = storage_id(x)
                 for found in self.results.get(x.grad_fn._sequence_nr(), ()):
                     if number >= 0 and number != found.number:
-                        found.copies.append(StorageWeakRef(x.untyped_storage()))
+                        found.copies.add(StorageWeakRef(x.untyped_storage()))
         for found in self._allowed:
             if not found.has_copies:
                 found.save(compress=True)
-        self._allowed = [found for found in self._allowed if not found.is_saved]
+        self._allowed = {found: None for found in self._allowed if not found.is_saved}
 
     def end(self) -> None:
         """End the forward: compress the results that allowed ops have read, and that are gone.
@@ -148,7 +148,7 @@ class Readers:
         for found in self._made:
             if not found.is_saved or found.is_held:
                 found.save(compress=False)
-        self.results, self._made, self._allowed = {}, [], []
+        self.results, self._made, self._allowed = {}, [], {}
 
     def keep_all(self) -> None:
         """Keep the results so far: ops that were not visited may have read them."""
