@@ -21,17 +21,9 @@ _EXAMPLES = "keep, identity, B128/DE, {name: group, bits: 4} ..."
 def build_compressor(spec: object, *, signed: bool = True) -> Compressor | Keep:
     """Build a compressor from a config's value.
 
-    Args:
-        spec: A name such as `"B128/DE"`, a mapping with `name` and the compressor's fields, a
-            compressor, or `"keep"`. `bits: auto` gives an `Auto`.
-        signed: Whether the tensor has negative values, for names that do not determine it.
-
-    Returns:
-        The compressor, or the reason to keep the site.
-
-    Raises:
-        ValueError: For an unknown name or field, or a value out of range.
-        TypeError: For a value of the wrong type.
+    A value is a name such as `"B128/DE"`, a mapping with `name` and the compressor's fields, a
+    compressor, or `"keep"`. `bits: auto` gives an `Auto`. Some names need to know whether the
+    tensor has negative values (`signed`).
 
     Example:
         >>> build_compressor({"name": "group", "bits": 2}).bits
@@ -92,14 +84,7 @@ def _build_from_fields(
 def compressor_spec(compressor: Compressor | Keep) -> Any:
     """Return the config's value from which `build_compressor` makes an equal compressor.
 
-    Args:
-        compressor: A registered compressor, or the reason to keep a site.
-
-    Returns:
-        `"keep"`, or a mapping with `name`, `bits` and the fields that differ from their defaults.
-
-    Raises:
-        ValueError: For another class.
+    A mapping has `name`, `bits` and the fields that differ from their defaults.
 
     Example:
         >>> from memtrain.compressors import Group, Keep

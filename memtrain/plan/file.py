@@ -20,11 +20,7 @@ _Line = tuple[str, Compressor | Keep, str]  # a site, its decision and a comment
 
 
 def dumps(config: Config, sites: Mapping[str, Iterable[_Line]]) -> str:
-    """Return the YAML text of a config whose sites are replaced, with one line per site.
-
-    Raises:
-        ValueError: For a compressor that configs cannot name.
-    """
+    """Return the YAML text of a config whose sites are replaced, with one line per site."""
     text = _TITLE
     for key, value in _tree(config).items():
         if key in _PARTS:

@@ -213,21 +213,16 @@ def predict_states(
     the meta device. The optimizer that `memtrain.wrap` would build reports the planned bytes for
     the same shapes. Nothing is changed.
 
-    Args:
-        model: The model, for the names of the parameters; its tensors may be fake.
-        optimizer: Any torch optimizer. memtrain's own optimizers keep their states as they are.
-        choose: A function from the names of a parameter and a state to the decision; None without
-            rules.
-        min_elements: States of parameters with at most as many elements are kept.
-        masters: Parameters that are stepped in float32, whose kept states are float32 too.
+    Tensors of the model may be fake. `choose` decides by the names of a parameter and a state; None
+    stands for no rules. States of parameters with at most `min_elements` elements are kept; kept
+    states of `masters`, which are stepped in float32, are float32 too.
+
+    A site is `parameter / optimizer / state`. Entries with unknown bytes have 0 bytes and a reason
+    that begins with `unknown: `.
 
     Raises:
         TypeError: With rules, for an optimizer that has compressed states already.
         ValueError: For a compressor that cannot serve its state.
-
-    Returns:
-        One entry of kind `state` per state, `parameter / optimizer / state`. Entries with unknown
-        bytes have 0 bytes and a reason that begins with `unknown: `.
 
     Example:
         >>> import torch

@@ -18,9 +18,6 @@ from memtrain.plan.compressor_specs import build_compressor
 def expand(text: str) -> tuple[str, ...]:
     """Expand a rule's pattern to globs: `|` separates globs, `@name` is a family of ops.
 
-    Raises:
-        ValueError: For an unknown family.
-
     Example:
         >>> expand("linear|@exponential")
         ('linear', 'cross_entropy', 'log_softmax')
@@ -36,9 +33,7 @@ def expand(text: str) -> tuple[str, ...]:
 class Rules:
     """Ordered rules over names; the first rule whose every pattern matches wins.
 
-    Args:
-        config: A config's `activations` or `optim`. Its `sites` (a plan's decisions for exactly
-            these sites) come before its `exceptions` (the user's rules) and its `rules`.
+    A plan's `sites` come before the user's `exceptions` and the config's `rules`.
 
     Raises:
         ValueError: For an invalid compressor or pattern, with its key.

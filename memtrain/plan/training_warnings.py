@@ -88,9 +88,6 @@ def uncompressed_sites(plan: Plan) -> list[Uncompressed]:
     Sites that are kept by design (small tensors, statistics, the model's input, `keep` rules) are
     left out.
 
-    Args:
-        plan: The plan of a wrapped model, after a forward.
-
     Example:
         >>> import torch
         >>> from memtrain.plan.plan import make_plan
@@ -119,10 +116,7 @@ def uncompressed_sites(plan: Plan) -> list[Uncompressed]:
 class FirstStepReport:
     """A hook before an optimizer's first step that warns of unmet requests.
 
-    Args:
-        plan: The plan of the wrapped model. With its `strict` the hook raises instead.
-        interception: The model's interception.
-        model: The model as passed to `wrap`.
+    With `strict` in the plan, the hook raises instead.
     """
 
     def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
@@ -242,11 +236,8 @@ class UntrainedParameters:
     `load_state_dict(assign=True)` replaces parameters, and nothing would be trained. Parameters in
     no group at `wrap` are the user's choice.
 
-    Args:
-        model: The wrapped model, referenced weakly.
-        optimizers: The optimizers from `wrap`, referenced weakly.
-        interception: The model's interception, which records replaced parameters. Without one only
-            the first parameter is compared.
+    Without an interception, which records replaced parameters, only the first parameter is
+    compared. The model and the optimizers are referenced weakly.
     """
 
     def __init__(

@@ -46,10 +46,6 @@ class ActnnSensitivity:
     layer or a convolution, C_n / (2**b - 1)**2 bounds the variance that rounding to b bits adds to
     the weight's gradient; for other ops it is a heuristic.
 
-    Args:
-        bits: Allocated again after each measurement.
-        interval: Forwards from one measurement to the next.
-
     Memory:
         In a measured step, 4 bytes per sample and saved tensor.
 
@@ -74,14 +70,7 @@ class ActnnSensitivity:
         self._by_payload: WeakKeyDictionary[Any, _SavedTensor] = WeakKeyDictionary()
 
     def begin(self, step: int) -> bool:
-        """Begin a forward; allocate the bits from the last step's measurement, if there is one.
-
-        Args:
-            step: Forwards so far.
-
-        Returns:
-            Whether the bits have been allocated again.
-        """
+        """Begin a forward; return whether bits were allocated from the last step."""
         solved, due = self.flush(), step % self.interval == 0
         if due:
             self.reset()
@@ -97,14 +86,7 @@ class ActnnSensitivity:
         return True
 
     def saved(self, site: Site, x: Tensor, node: Any, payload: Any = None) -> None:
-        """Note that an op saves `x`, as a payload that other saves may share.
-
-        Args:
-            site: Of the save.
-            x: The saved tensor.
-            node: Of the op; the gradient of its result is observed.
-            payload: The same object where saves share it.
-        """
+        """Note that an op saves `x`, as a payload that other saves may share."""
         template = self.bits.templates.get(site.name)
         if not self._measuring or template is None or isinstance(x, FakeTensor):
             return

@@ -17,15 +17,9 @@ _PARTS = 16  # a fraction of a bit is a number of sixteenths of the samples
 
 
 class BitWidths:
-    """The present bit widths of every site with `bits: auto`.
+    """The present bit widths of every site with `bits: auto`: `average`, 1 to 8, over all.
 
     Until something has been measured, all have the average.
-
-    Args:
-        average: Bits per element over all those sites, 1 to 8.
-
-    Raises:
-        ValueError: If `average` is out of range.
 
     Example:
         >>> from memtrain.compressors import Group
@@ -57,9 +51,8 @@ class BitWidths:
         A site with samples of different widths gets the widths of its samples, most first; which
         sample gets which is decided again for every tensor.
 
-        Args:
-            samples: Site -> the sensitivity and the number of elements of each of its samples. A
-                site whose compressor takes one width has one sample.
+        Each sample has a sensitivity and a number of elements. A site whose compressor takes one
+        width has one sample.
         """
         owners = [site for site, own in samples.items() for _ in own]
         pairs = [pair for own in samples.values() for pair in own]
@@ -108,18 +101,8 @@ def allocate(sensitivities: Sequence[float], sizes: Sequence[float], budget: flo
     result exceeds the best by less than what that cut cost. Where all sizes are equal and the
     budget is a multiple of them, it is the best. More budget never takes a bit from an item.
 
-    Args:
-        sensitivities: C of each item: the gradient variance that it adds at 1 bit. NaN, infinities
-            and anything above 1e10 count as 1e10.
-        sizes: Elements of each item, more than 0.
-        budget: Bits for all items together.
-
-    Returns:
-        The width of each item.
-
-    Raises:
-        ValueError: If the lengths differ, a sensitivity is negative, a size is not positive, or
-            the budget is below 1 bit an element.
+    A sensitivity C is the variance that an item adds to the gradient at 1 bit; NaN and values above
+    1e10 count as 1e10. Sizes are numbers of elements, the budget is in bits.
 
     Example:
         >>> allocate([100.0, 1.0, 1.0], [10, 10, 10], 60)

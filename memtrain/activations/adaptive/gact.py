@@ -27,11 +27,6 @@ class GactAdapter:
     `max(|g0 - g1|**2, 2 max(|g0 - g2|**2, |g1 - g2|**2))`, twice the variance at 1 bit. Then the
     budget is allocated again. Sites are those of the forward at hand: others keep their bits.
 
-    Args:
-        interception: Of the wrapped model.
-        bits: Allocated again after each measurement.
-        interval: Calls of `step` from one measurement to the next.
-
     Reference:
         Liu et al., GACT, ICML 2022, arXiv:2206.11357, section 4.2.
     """
@@ -47,12 +42,9 @@ class GactAdapter:
         Nothing of the model, its gradients or the random states is changed, also if the closure
         raises; only the bits are.
 
-        Args:
-            closure: Runs forward, loss and backward on one batch; no optimizer step. It may zero
-                the gradients, and need not.
-
-        Returns:
-            Whether it measured. That takes 3 passes per site and 1.
+        The closure runs forward, loss and backward on one batch, without an optimizer step; it may
+        zero the gradients. A measurement takes 3 passes per site and 1. Returns whether it
+        measured.
 
         Raises:
             ValueError: If the closure leaves no gradient.

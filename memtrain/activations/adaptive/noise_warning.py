@@ -16,15 +16,9 @@ def noise_warning(
 ) -> str:
     """Word the warning of too much quantisation noise; empty where there is little.
 
-    Args:
-        noise: The variance that each site adds to the gradient, in any unit.
-        reference: The variance or norm that it is compared to, in the same unit.
-        name: Of the reference: the gradient's `name`.
-        remedy: A change that lowers the noise.
-        total: The variance of all sites together.
-
-    Returns:
-        The share of all sites together, the worst sites with theirs, and the remedy.
+    The noise of a site is the variance that it adds to the gradient, and `total` that of all sites.
+    `reference`, in the same unit, is the variance or norm that it is compared to: the gradient's
+    `name`. `remedy` is a change that lowers the noise.
 
     Example:
         >>> noise = {"a / linear / input": 1.0, "b / linear / input": 3.0}

@@ -25,12 +25,8 @@ def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]
     only by what the caller has changed between them. At the end these, modules' attributes, and
     the gradients that were there, are as they were, the same objects.
 
-    Args:
-        model: Its parameters' gradients are computed.
-
-    Yields:
-        A function from a closure, which runs forward and backward, to the gradients: one tensor
-        per trainable parameter, zeros where none came.
+    The function takes a closure, which runs forward and backward, and returns one tensor per
+    trainable parameter, zeros where no gradient came.
 
     Memory:
         A copy of the buffers; each gradient that is returned.

@@ -102,11 +102,7 @@ def forget_graphs(model: nn.Module) -> None:
 
 
 def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:
-    """Paths of what `torch.compile` is around in a copy of a model that shares its modules.
-
-    Args:
-        copied: What regional compilation made of the module.
-        root: Its path.
+    """Return the paths of compiled modules in a copy of the module at path `root`.
 
     Example:
         >>> import torch
@@ -177,10 +173,7 @@ def frame_compiler() -> Callable[..., Any] | None:
 def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any] | None = None) -> None:
     """Give the frame that is traced now to another compiler.
 
-    Args:
-        compiler: Called with what torch's own would be.
-        hooks: The frame is as one that is traced under these, so that caches of whole compilations
-            pass it over. None: as it is.
+    With hooks the frame counts as traced under them, so that caches of whole compilations skip it.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -227,9 +220,6 @@ def inlined_call(traced: Callable[[Any, Hooked], Any]) -> fx.GraphModule:
 
     A cached graph would not say what it holds; code that inductor has generated is found in its own
     cache, by the graph with the hooks inlined.
-
-    Args:
-        traced: Called while a graph is compiled.
     """
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
@@ -248,11 +238,7 @@ def inlined_call(traced: Callable[[Any, Hooked], Any]) -> fx.GraphModule:
 
 
 def run_without_modes(graph: Callable[..., Any]) -> Callable[..., Any]:
-    """A compiled graph during which no torch function mode is asked: its saves have been seen to.
-
-    Args:
-        graph: As AOTAutograd makes it.
-    """
+    """Return a compiled graph that calls no torch function mode: its saves are handled."""
 
     @wraps(graph)
     def run(*args: Any) -> Any:

@@ -19,9 +19,6 @@ def compress_early(graph: Graph) -> None:
 
     AOTAutograd puts what a hook packs at the end of the forward, so that all saved tensors would be
     alive there beside their payloads.
-
-    Args:
-        graph: A forward, changed in place.
     """
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in calls(graph, torch.ops.memtrain.compress_saved.default):
@@ -37,11 +34,7 @@ def compress_early(graph: Graph) -> None:
 
 
 def decompress_late(graph: Graph) -> None:
-    """Move each decompressing op in front of the first op that reads what it gives.
-
-    Args:
-        graph: A backward, changed in place.
-    """
+    """Move each decompressing op in front of the first op that reads what it gives."""
     place = {node: number for number, node in enumerate(graph.nodes)}
     for node in calls(graph, *DECOMPRESS):
         if node.users:
@@ -49,12 +42,7 @@ def decompress_late(graph: Graph) -> None:
 
 
 def recompute_attention(graph: Graph, coded: Collection[str]) -> None:
-    """Recompute the results of fused attention for coded queries and keys (`FusedAttention`).
-
-    Args:
-        graph: A backward, changed in place.
-        coded: Names of the inputs that are decompressed later.
-    """
+    """Recompute the results of fused attention for coded queries and keys (`FusedAttention`)."""
     kernels = {kernel.backward: kernel for kernel in KERNELS.values()}
     for node in calls(graph, *kernels):
         kernel: Any = kernels[node.target]

@@ -50,12 +50,8 @@ class _Payload(NamedTuple):
 class GraphSaves:
     """The saved tensors of one graph, while it is being compiled.
 
-    Args:
-        saved: Knows the rules, the seed, and the number of forwards.
-        forward: As partitioned; its own hooks are inlined one by one, first of all what packs.
-        backward: Its backward.
-        sites: Of the two.
-        places: Storages of the graph's inputs -> which of its module's inputs they are.
+    The forward is partitioned, and its hooks are inlined one by one, those that pack first.
+    `places` maps storages of the graph's inputs to the inputs of its module.
     """
 
     def __init__(

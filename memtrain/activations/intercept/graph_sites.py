@@ -117,13 +117,8 @@ class Use:
 class GraphSites:
     """Reads the saved tensors of one graph.
 
-    Args:
-        forward: Its forward, as partitioned.
-        backward: Its backward.
-        modules: Paths of the model's modules.
-        root: Path of the module whose forward the graph is the first part of.
-        static: Numbers of the forward's inputs that are parameters or buffers.
-        sharded: Whether others may be parameters too, as FSDP2 gathers them for a forward.
+    `static` are the numbers of the forward's inputs that are parameters or buffers. If `sharded`,
+    others may be parameters too, as FSDP2 gathers them for a forward.
     """
 
     def __init__(
@@ -160,11 +155,7 @@ class GraphSites:
         return isinstance(output, Node) and is_tensor(output) and output not in self._fixed
 
     def uses(self, saved: Node) -> list[Use]:
-        """The forward ops whose backward reads the tensor, the first that runs first.
-
-        Args:
-            saved: Of the forward.
-        """
+        """The forward ops whose backward reads the tensor, the first that runs first."""
         return list(
             dict.fromkeys(
                 self._use(reader, reader.meta["fwd_source_fn_stack"], saved)

@@ -53,15 +53,9 @@ class Interception:
     own activation checkpointing. In compiled modules, hooks inside the graph compress the saved
     tensors.
 
-    Args:
-        model: The module whose forward is intercepted.
-        choose: Site -> compressor, or the reason to keep the tensor.
-        options: How saved tensors are handled.
-        seed: Feeds the keys of stochastic rounding.
-        on_saved: Called with the list of records after the first forward of each outermost module.
-        rounding: A `ForwardRounding` or None. Its mode runs between op replacement and the visit of
-            autograd nodes.
-        compresses: Whether saved tensors are compressed.
+    `on_saved` is called with the records after the first forward of each outermost module. The mode
+    of `rounding` runs between the replacement of ops and the visit of autograd nodes. If not
+    `compresses`, saved tensors are left as they are.
     """
 
     def __init__(
@@ -389,10 +383,6 @@ class _Hooked:
     """Forward pre-hook of one module.
 
     A class and not a `partial`, for which Dynamo would add a guard per argument.
-
-    Args:
-        owner: Whose hook it is.
-        name: The module's path.
     """
 
     __slots__ = ("name", "owner")

@@ -34,10 +34,7 @@ class CompiledGraphs:
     the end of the compiled forward and at the beginning of its backward. When the graph runs, no
     hook does, and nothing here.
 
-    Args:
-        model: Gives the model, whose modules are named.
-        saved: Knows the rules, the seed, and the number of forwards.
-        on_graphs: Called with the records of what graphs save that have been compiled.
+    `on_graphs` is called with the records of graphs that were compiled outside of a forward.
     """
 
     def __init__(
@@ -73,11 +70,7 @@ class CompiledGraphs:
         self._clear()
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
-        """Begin a forward outside of graphs.
-
-        Args:
-            inputs: The user's tensors that it is called with.
-        """
+        """Begin a forward outside of graphs."""
         self._own = _watched(inputs) if "torch._dynamo" in sys.modules else []
 
     def end(self) -> list[Record]:

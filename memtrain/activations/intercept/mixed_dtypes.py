@@ -35,16 +35,8 @@ def run_mixed(
     ops in place that of what they change, all others float32. An op that does not know the weights'
     dtype (`avg_pool3d` on a CPU, `torch.fft`) runs in float32, and its result is rounded to it.
 
-    Args:
-        run: The op, given its arguments.
-        low: The weights' dtype.
-        function: The torch function.
-        module: Path of the module that runs it.
-        args: Its positional arguments.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        The op's result.
+    An error that stays is torch's own, with a note of the module and the fix where dtypes are
+    mixed.
 
     Raises:
         RuntimeError: Torch's own where float32 does not help; with a note of the module and the

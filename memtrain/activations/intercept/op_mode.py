@@ -52,9 +52,8 @@ _QUERIES = callables("size", "stride", "dim", "numel", "is_floating_point", "__l
 class OpMode(TorchFunctionMode):
     """Runs each torch function of a forward, and then visits the nodes that it has made.
 
-    Args:
-        replacements: Runs the functions; None: another mode beneath this one does.
-        saved: Visits the nodes; None: another mode above this one does.
+    Without replacements, another mode beneath this one runs the functions; without `saved`, another
+    mode above visits the nodes.
     """
 
     def __init__(self, replacements: Replacements | None, saved: SavedTensors | None) -> None:
@@ -95,8 +94,7 @@ class OpMode(TorchFunctionMode):
     def _before(self, saved: SavedTensors, func: Any, args: Sequence[Any], kwargs: Any) -> bool:
         """Note what the visit of a function's nodes needs to know of its call.
 
-        Returns:
-            Whether memtrain may not pack what the function saves.
+        Returns whether memtrain may not pack what the function saves.
         """
         hooks = top_pair(True)
         if hooks is not None or saved.hooked:
@@ -131,13 +129,7 @@ class OpMode(TorchFunctionMode):
 
 
 def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: Any) -> list[Any]:
-    """Return the modes in the order in which to enter them: the last one handles each op first.
-
-    Args:
-        replacements: Runs the functions.
-        saved: Visits the nodes; None where nothing is compressed.
-        rounding: A mode that runs between the two; None where nothing is rounded.
-    """
+    """Return the modes in the order in which to enter them: the last one handles each op first."""
     if rounding is None:
         return [OpMode(replacements, saved)]
     modes: list[Any] = [OpMode(replacements, None), rounding]

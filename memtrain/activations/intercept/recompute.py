@@ -30,15 +30,10 @@ _TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
 
 
 def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
-    """Paths of the modules that patterns ask to recompute: of nested ones the outermost.
+    """Return the paths of the modules to recompute: of nested ones the outermost.
 
-    Args:
-        model: Its modules are matched.
-        patterns: Globs over paths as in `named_modules()`, or `@blocks` for `blocks_of(model)`,
-            which may be none.
-
-    Returns:
-        Paths, in the model's order.
+    Patterns are globs over paths as in `named_modules()`; `@blocks` stands for `blocks_of(model)`,
+    which may be none.
 
     Raises:
         ValueError: For a pattern that matches no module with a forward of its own.
@@ -70,14 +65,10 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
 
 def blocks_of(model: nn.Module) -> list[str]:
-    """Paths of the modules that a model repeats: what activation checkpointing is put around.
+    """Return the paths of the modules that a model repeats, for activation checkpointing.
 
-    Args:
-        model: Its `ModuleList`s and `Sequential`s are looked through, outermost first.
-
-    Returns:
-        Paths of their children that have children and parameters; of lists within lists those of
-        the longest.
+    They are the children with children and parameters of `ModuleList`s and `Sequential`s, outermost
+    first; of lists within lists, those of the longest.
 
     Example:
         >>> layer = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -120,13 +111,8 @@ class Recompute:
     filled. It is inactive where nothing is saved (`no_grad`), where such a cache has entries
     already (a prefix), inside `torch.compile` and transforms of `torch.func`.
 
-    Args:
-        model: Has the modules.
-        patterns: Which, as for `recomputed`.
-        saved: Packs the inputs that are kept.
-        inputs: A compressor for the inputs that are kept, or the reason to keep them.
-        rerun: Runs a module's forward again, given its path, itself, arguments, keyword arguments.
-        suspended: Whether it is inactive for now.
+    Inputs are kept, or stored by the compressor `inputs`. `rerun` runs a module's forward again,
+    given its path, itself, its arguments and keyword arguments. It is inactive while `suspended`.
 
     Memory:
         The inputs of each module; while its backward runs, all that it saves, and a copy of its
@@ -284,14 +270,8 @@ def without_caches(
 
     Hugging Face's own activation checkpointing does so too.
 
-    Args:
-        module: About to run; one that reads another's entries keeps its cache
-            (`_can_checkpoint_with_cache`).
-        args: Of its forward.
-        kwargs: Of its forward.
-
-    Returns:
-        The arguments to give it; None where a cache holds entries for it from before (a prefix).
+    A module that reads the entries of another keeps its cache (`_can_checkpoint_with_cache`).
+    Returns None if a cache has entries for the module from before (a prefix).
     """
     caches = [x for x in (*args, *kwargs.values()) if is_cache(x)]
     if not caches or getattr(module, "_can_checkpoint_with_cache", False):

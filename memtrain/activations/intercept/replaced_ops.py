@@ -99,8 +99,7 @@ class WrittenOut:
 
     If a rule matches, the op runs as one call; otherwise the original `forward` runs.
 
-    Args:
-        module: The module; it is not kept alive.
+    The module is referenced weakly.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -127,12 +126,7 @@ def _takes(module: nn.Module, x: Any) -> bool:
 
 
 class Replacements:
-    """Runs torch functions: replaced by ops that save payloads, or as they are.
-
-    Args:
-        saved: Knows the choices for sites.
-        options: How saved tensors are handled.
-    """
+    """Runs torch functions: replaced by ops that save payloads, or as they are."""
 
     def __init__(self, saved: SavedTensors, options: Options) -> None:
         self.saved, self.options = saved, options

@@ -18,12 +18,9 @@ def records_of(
 ) -> list[Record]:
     """The records of what graphs save in one forward, also where modules share a graph.
 
-    Args:
-        graphs: In the order in which they were compiled.
-        model: Their modules' paths are in it.
-        given: Path of a module that is compiled by itself and was called -> the storages that it
-            was given.
-        own: Storages that the user keeps alive.
+    Graphs are in the order in which they were compiled. `given` maps the path of a module that is
+    compiled by itself and was called to the storages of its inputs; `own` are storages that the
+    user keeps alive.
     """
     found: list[Record] = []
     counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
@@ -80,10 +77,8 @@ def _moved(record: Record, root: str, path: str, offset: int) -> Record:
 def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> Record:
     """The record of a storage that other modules are given too, without what they count of it.
 
-    Args:
-        record: Its bytes are those of its own graph.
-        given: Identity of the storage within the forward.
-        counted: The number of each that is counted, and whether it is kept as it is; added to.
+    The record has the bytes of its own graph, and `given` identifies the storage within the
+    forward. `counted` maps it to its number and to whether it is kept; it is updated.
     """
     kept = record.planned == record.nbytes
     if given not in counted:

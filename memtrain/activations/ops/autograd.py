@@ -31,17 +31,13 @@ def autograd_function(
     one, and unwraps the tensors that a finished transform left, all in Python: as long as a small
     kernel. This calls it in a transform or a compilation only.
 
-    Args:
-        forward: `(ctx, x, ...) -> y`. Its name less `_forward` names the graph's node.
-        backward: `(ctx, *grads) -> tuple`, a gradient or None for each of `tensors`.
-        tensors: How many of forward's first arguments are tensors, or None in place of one.
-        twice: Whether the backward is differentiable. If not, it raises a RuntimeError under
-            `create_graph=True`: what was saved is no function of x. (torch's `once_differentiable`
-            raises only where a gradient that comes in requires one; else it leaves the second
-            derivative through x out without a word.)
+    `forward(ctx, x, ...)` returns the result; its name less `_forward` names the graph's node.
+    `backward(ctx, *grads)` returns a tuple, with a gradient or None for each of forward's first
+    `tensors` arguments, which are tensors or None.
 
-    Returns:
-        A callable of forward's arguments after `ctx`, by position.
+    Unless `twice`, the backward raises a RuntimeError under `create_graph=True`: what was saved is
+    no function of x. (torch's `once_differentiable` raises only where an incoming gradient requires
+    one; else it omits the second derivative through x.)
 
     Example:
         >>> def cube_forward(ctx, x):

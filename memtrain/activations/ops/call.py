@@ -57,11 +57,7 @@ def as_autocast(
 ) -> list[Any]:
     """Cast tensors as autocast, where it is on, does for `function` (`autocast_widens`).
 
-    Args:
-        function: The op, of its first argument.
-        sizes: Of an empty tensor that it takes.
-        x: Its first argument.
-        *others: Its other tensors.
+    An empty tensor with these sizes is an argument that the function takes.
     """
     tensors = [x, *others]
     if not torch.is_autocast_enabled(x.device.type) or not autocast_widens(function, sizes, x):
@@ -74,11 +70,6 @@ def autocast_widens(function: Callable[[Tensor], Tensor], sizes: Sequence[int], 
 
     Which functions it runs in float32 differs between devices and versions: torch is asked, on a
     tensor without elements.
-
-    Args:
-        function: The op, of its first argument.
-        sizes: Of an empty tensor that it takes.
-        x: Its first argument.
     """
     if not torch.is_autocast_enabled(x.device.type):
         return False

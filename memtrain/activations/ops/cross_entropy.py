@@ -68,16 +68,8 @@ def cross_entropy(
 ) -> Tensor:
     """`F.cross_entropy` of class indices, saving a compressed log-softmax; the value is torch's.
 
-    Args:
-        x: Logits, float, [N, C], contiguous.
-        target: Classes, integers, [N].
-        ignore_index: The class whose rows count for nothing.
-        reduction: `mean`, `sum` or `none`.
-        compressor: For the log-softmax. The gradient has an exp() of it: 8 bits.
-        key: Feeds the compressor's random bits.
-
-    Returns:
-        A scalar, or the shape of `target` without reduction.
+    Logits are float, [N, C], contiguous; classes are integers, [N]. The gradient has an exp() of
+    the log-softmax: `compressor` has 8 bits.
 
     Memory:
         Kept for backward: the payload of x's elements, in pieces of 4 Mi elements, and `target` in

@@ -23,20 +23,10 @@ def fewbit(
     with the few-bit table's level for f'(x). Where no gradient is wanted it is the plain function
     and nothing is kept. Differentiating twice is an error.
 
-    Args:
-        x: float32, bfloat16, float16 or float64, any shape and strides. A dense tensor in any
-            order of dimensions is read where it lies; others are copied for the time of the call.
-        compressor: Which function, and how many bits.
-        inplace: Overwrite `x` with the result, as `F.relu(x, inplace=True)` does.
-        value: Name and parameters of the function whose value is wanted, a name in
-            `pointwise.FUNCTIONS`, where the table is another one's; the compressor's own
-            by default.
-
-    Returns:
-        f(x): shape, dtype and (where dense) strides of `x`; `x` itself where `inplace`.
-
-    Raises:
-        TypeError: If `x` is no float tensor.
+    `x` is float32, bfloat16, float16 or float64. A dense tensor, in any order of dimensions, is
+    read where it lies; others are copied for the call. `value` has the name in
+    `pointwise.FUNCTIONS` and the parameters of the function whose value is wanted, where the table
+    is of another one.
 
     Memory:
         Kept for backward: compressor.bits / 8 bytes per element, padded to blocks of 256.

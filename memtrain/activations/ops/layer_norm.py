@@ -75,17 +75,9 @@ def rms_norm(
     The gradient is computed in float32 (float64 for float64) and then rounded:
     `dx = rstd * (g - x_hat * mean(g * x_hat))`, with g = dy * weight.
 
-    Args:
-        x: Float, any shape that ends in `shape`.
-        shape: The dimensions that are normalised together.
-        weight: Of `shape`; None with the form `"torch"` only.
-        eps: Added to the mean square; None stands for the arithmetic's epsilon.
-        form: A name in `FORMS`: how dtypes and the weight are handled.
-        compressor: For `x_hat`.
-        key: Feeds its random bits.
-
-    Raises:
-        ValueError: If `form` is unknown, or needs a weight that is not there.
+    `eps` is added to the mean square; None stands for the epsilon of the dtype of the arithmetic.
+    `form`, a name in `FORMS`, says how dtypes and the weight are handled; all but "torch" need a
+    weight.
 
     Memory:
         Kept for backward: the payload of x's elements, and one number per row.

@@ -15,14 +15,10 @@ _GLOBALS: dict[str, Any] = {"torch": torch, "math": math, "nn": nn}
 
 @cache
 def body_of(cls: type, method: str) -> str | None:
-    """Return the statements of a method of one argument; None without source.
+    """Return the statements of a method that `cls` defines with one argument, or None.
 
     The argument is called `x`, the attribute `variance_epsilon` `eps`; the docstring is left out.
     What the method calls `torch`, `math` and `nn` must be these modules.
-
-    Args:
-        cls: Defines the method itself.
-        method: Its name.
 
     Example:
         >>> body_of(nn.Identity, "forward")

@@ -17,8 +17,7 @@ def callables(*names: str) -> frozenset[Any]:
     A name only says where to look, once, in torch's own namespaces; calls are recognised by the
     object, so that another op or function with the same name is not.
 
-    Args:
-        *names: With the mark of the form in place (`relu_`), where that is meant.
+    Names of in-place forms end in `_`.
 
     Example:
         >>> torch.relu in callables("relu"), torch.Tensor.relu in callables("relu")

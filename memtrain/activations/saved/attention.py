@@ -53,13 +53,7 @@ KERNELS: dict[type, Kernel] = {
 
 
 class FusedAttention:
-    """The tensors that one backward of fused attention reads.
-
-    Args:
-        node: Of the attention.
-        kernel: Of the node.
-        saved: The node's saved tensors, by their attributes.
-    """
+    """The tensors that one backward of fused attention reads."""
 
     def __init__(self, node: Any, kernel: Kernel, saved: Mapping[str, Tensor]) -> None:
         self._kernel = kernel
@@ -75,12 +69,9 @@ class FusedAttention:
         self._versions: dict[str, tuple[Tensor, int]] = {}
 
     def add(self, attribute: str, handle: Any, compressor: Compressor | None) -> bool:
-        """Add what takes the place of a saved tensor; returns whether it is an input.
+        """Add the handle of a saved tensor; return whether it is an input.
 
-        Args:
-            attribute: Under which the node holds the tensor.
-            handle: Of the tensor.
-            compressor: Of the tensor; None where it comes back bit for bit.
+        The compressor is None where the tensor comes back bit for bit.
         """
         if attribute not in self._kernel.inputs:
             return False
@@ -90,12 +81,7 @@ class FusedAttention:
         return True
 
     def recomputes(self, attribute: str, x: Tensor) -> bool:
-        """Whether a saved tensor is recomputed: with dropout, whose mask is gone, not the result.
-
-        Args:
-            attribute: Under which the node holds the tensor.
-            x: The tensor.
-        """
+        """Return whether a saved tensor is recomputed: with dropout, not the result."""
         if not self._is_lossy or attribute not in self._kernel.results[self._drops :]:
             return False
         self._versions[attribute] = without_elements(x), x._version

@@ -22,9 +22,7 @@ class Checks:
     norm and in the largest element; without a compressor, not at all. A replaced op
     may differ from its value in float64 by twice the error of torch's own op and one rounding.
 
-    Args:
-        report: Called with a sentence for each difference.
-        forwards: How many forwards are compared; None: all.
+    Each difference is reported in a sentence, in the first `forwards` forwards (None: all).
 
     Memory:
         All saved tensors that are compressed, a second time.
@@ -40,20 +38,13 @@ class Checks:
         """Replaced ops that were compared."""
 
     def begin(self) -> bool:
-        """Begin a forward; returns whether it is compared."""
+        """Begin a forward; return whether it is compared."""
         if self.forwards is not None:
             self.forwards -= 1
         return self.forwards is None or self.forwards >= 0
 
     def around(self, handle: Any, x: Tensor, site: Site, compressor: Compressor | None) -> Any:
-        """Return a handle that compares when it is read.
-
-        Args:
-            handle: What takes the place of the saved tensor.
-            x: The saved tensor.
-            site: Of the tensor.
-            compressor: Of the tensor; None where it comes back bit for bit.
-        """
+        """Return a handle that compares when it is read."""
         return _Checked(self, handle, x.detach().clone(), site, compressor)
 
     def replaced(
@@ -64,18 +55,7 @@ class Checks:
         kwargs: Mapping[str, Any],
         run: Callable[[], Any],
     ) -> Any:
-        """Run a replaced op; compare its result, and the arguments that it writes, with torch's.
-
-        Args:
-            site: Of the op.
-            function: The torch function that was called.
-            args: Of the call.
-            kwargs: Of the call.
-            run: Runs the op that takes its place.
-
-        Returns:
-            Of `run`.
-        """
+        """Run a replaced op; compare its result, and the arguments that it writes, with torch's."""
         given = (tuple(args), dict(kwargs))
         same, double = _copy(given, None), _copy(given, torch.float64)
         before = random_state()
@@ -122,14 +102,7 @@ class Checks:
             )
 
     def compare(self, found: Tensor, x: Tensor, site: Site, compressor: Compressor | None) -> None:
-        """Report a decompressed tensor that is farther from the saved one than it may be.
-
-        Args:
-            found: The decompressed tensor.
-            x: The saved tensor.
-            site: Of the tensor.
-            compressor: Of the tensor; None where it comes back bit for bit.
-        """
+        """Report a decompressed tensor that is farther from the saved one than it may be."""
         self.tensors += 1
         if found.shape != x.shape or found.dtype != x.dtype:
             self.report(

@@ -68,12 +68,7 @@ class _Output(NamedTuple):
 class Derived:
     """Packed object of an op's output, or of a cast of it: recomputes the output from a payload.
 
-    Args:
-        x: The saved tensor.
-        layout: Its layout.
-        content: Computes the output.
-        nbytes: Bytes of the copies of a norm's weight and bias.
-        output: Of the op.
+    `nbytes` are those of the copies of a norm's weight and bias.
     """
 
     __slots__ = (
@@ -107,9 +102,6 @@ class DerivedOutputs:
     """The outputs of one forward that can be recomputed, by the node itself.
 
     Numbers of nodes do not identify them: each thread counts its own.
-
-    Args:
-        store: Of the forward.
     """
 
     def __init__(self, store: Store) -> None:
@@ -132,12 +124,7 @@ class DerivedOutputs:
                 memory.data_ptr()
 
     def add(self, y: Tensor, op: str) -> None:
-        """Note the output of an op that has just run, if its node can recompute it.
-
-        Args:
-            y: The output.
-            op: The op's name in sites.
-        """
+        """Note the output of an op that has just run, if its node can recompute it."""
         node: Any = y.grad_fn
         if not hasattr(node, "output") or foreign(y):
             return
@@ -146,14 +133,7 @@ class DerivedOutputs:
             self._note(y, op, memory, frozenset({node._sequence_nr()}), node)
 
     def part(self, node: Any, attribute: str, handle: Any, op: str) -> None:
-        """Note what takes the place of a saved tensor of a node in `FORMULAS`.
-
-        Args:
-            node: Saves the tensor.
-            attribute: Under which.
-            handle: Its `unpack()` returns the tensor.
-            op: The op's name in sites.
-        """
+        """Note what takes the place of a saved tensor of a node in `FORMULAS`."""
         self.parts.setdefault(node, (op, {}))[1][attribute] = handle
 
     def add_computed(self, y: Any) -> None:
@@ -176,12 +156,7 @@ class DerivedOutputs:
         self._note(y, op, memory, frozenset({node._sequence_nr()}.union(*nodes)), node)
 
     def add_dropped(self, y: Tensor, x: Tensor) -> None:
-        """Note the output of memtrain's dropout, if its input can be recomputed.
-
-        Args:
-            y: The output.
-            x: The input.
-        """
+        """Note the output of memtrain's dropout, if its input can be recomputed."""
         node: Any = y.grad_fn
         if not hasattr(node, "mask") or foreign(y):
             return
@@ -202,12 +177,7 @@ class DerivedOutputs:
             )
 
     def find(self, x: Tensor, node: Any) -> Derived | None:
-        """Return what takes the place of a saved tensor, if it is a known output, untouched.
-
-        Args:
-            x: The saved tensor.
-            node: Saves it.
-        """
+        """Return what takes the place of a saved tensor, if it is a known output, untouched."""
         if not self._outputs or x.grad_fn is None:
             return None
         output, was_cast = self._output_of(x)

@@ -33,16 +33,7 @@ Choose = Callable[[Site], Compressor | Keep]
 def decide(
     choose: Choose, min_elements: int, site: Site, saved: SavedBy, node: Any, x: Tensor
 ) -> Compressor | Keep:
-    """Return the compressor for a saved tensor, or the reason to keep it.
-
-    Args:
-        choose: The rules.
-        min_elements: Smaller tensors are kept.
-        site: Of the tensor.
-        saved: Its row in the known-op table.
-        node: Saves it.
-        x: The tensor.
-    """
+    """Return the compressor for a saved tensor, or the reason to keep it."""
     if x.numel() < min_elements:
         return Keep(f"under {min_elements:,} elements")
     chosen = choose(site)
@@ -65,11 +56,7 @@ def fit(
 ) -> Compressor | Keep:
     """Return the compressor for a saved tensor that a rule claims.
 
-    Args:
-        chosen: By the rule.
-        reason: Of the tensor's row in the known-op table.
-        dtype: Of the tensor.
-        limit: The number below which its integers lie, where that is known.
+    Integers of the tensor lie below `limit`, where that is known.
 
     Example:
         >>> from memtrain.compressors import Group

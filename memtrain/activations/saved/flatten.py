@@ -27,16 +27,9 @@ def flatten(
     A permuted dense tensor (transposed, channels-last) is flattened without a copy; a strided
     slice is copied; dimensions of stride 0 are stored once.
 
-    Args:
-        x: Any strided tensor.
-        layout: Its layout, where that is known; of another one, a copy in that memory order.
-        rows: Its `memory_of`, where equal runs with equal gaps between them, such as the third that
-            queries take of a projection's output, are wanted as they lie: a view [runs, elements of
-            a run].
-
-    Returns:
-        flat: A contiguous 1-d tensor, a view of `x` where it is dense; with `rows` perhaps 2-d.
-        layout: What `restore` needs.
+    With the layout of another tensor, the result is a copy in that memory order. With `rows`, the
+    tensor's `memory_of`, equal runs with equal gaps between them are a view [runs, elements of a
+    run]: the third that queries take of a projection's output, for example.
 
     Example:
         >>> import torch
@@ -64,15 +57,7 @@ def layout_of(x: Tensor) -> Layout:
 
 
 def restore(flat: Tensor, layout: Layout) -> Tensor:
-    """The tensor that `flatten` was given: same shape, same order of dimensions in memory.
-
-    Args:
-        flat: Contiguous, as many elements as `flatten` returned.
-        layout: Of the same call.
-
-    Returns:
-        A view of `flat`, or itself.
-    """
+    """The tensor that `flatten` was given: same shape, same order of dimensions in memory."""
     stored, inverse, expanded = steps_of(layout)
     x = flat if flat.shape == stored else flat.view(stored)
     x = x if inverse is None else x.permute(inverse)
@@ -99,14 +84,9 @@ def _steps(layout: Layout) -> tuple[torch.Size, list[int] | None, bool]:
 def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
     """Where the elements of a tensor lie in its storage.
 
-    Args:
-        x: Any strided tensor.
-
-    Returns:
-        layout: As of `flatten`.
-        key: Two tensors on one storage with equal keys hold the same elements in the same memory
-            order: a view that only regroups or permutes dense dimensions has an equal key. None
-            where elements share memory other than by a stride of 0, as windows do.
+    Returns the layout and a key. Two tensors on one storage with equal keys have the same elements
+    in the same memory order: a view that only regroups or permutes dense dimensions has an equal
+    key. The key is None where elements share memory other than by a stride of 0, as windows do.
 
     Example:
         >>> import torch

@@ -14,13 +14,7 @@ Payload = tuple[Packed, Layout | None]
 
 
 def compress(x: Tensor, compressor: Compressor, key: Key) -> Payload:
-    """The payload of `x`, flattened in memory order unless the compressor is `shaped`.
-
-    Args:
-        x: What is compressed.
-        compressor: Of the site's rule.
-        key: Feeds its random bits.
-    """
+    """The payload of `x`, flattened in memory order unless the compressor is `shaped`."""
     flat, layout = (x, None) if compressor.shaped else flatten(x)
     return compressor.compress(flat, key=key), layout
 
@@ -28,14 +22,7 @@ def compress(x: Tensor, compressor: Compressor, key: Key) -> Payload:
 def save_payloads(
     ctx: Any, payloads: Sequence[Payload], compressor: Compressor, *others: Tensor | None
 ) -> None:
-    """Save payloads, and other tensors as they are, through `ctx.save_for_backward`.
-
-    Args:
-        ctx: The Function's context.
-        payloads: As `compress` gives them.
-        compressor: What decompresses them.
-        *others: Parameters and statistics.
-    """
+    """Save payloads, and other tensors as they are, through `ctx.save_for_backward`."""
     parts: list[Tensor] = []
     ctx.compressor, ctx.payloads = compressor, []
     for (tensors, shape, dtype), layout in payloads:  # a comprehension is a function more to call
@@ -57,15 +44,7 @@ def saved_payloads(ctx: Any) -> tuple[list[tuple[Packed, Any]], list[Any]]:
 def save_compressed(
     ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor | None
 ) -> None:
-    """Save the payload of `x`, and other tensors as they are, through `ctx.save_for_backward`.
-
-    Args:
-        ctx: The Function's context.
-        x: What is compressed.
-        compressor: Of the site's rule.
-        key: Feeds its random bits.
-        *others: Parameters and statistics.
-    """
+    """Save the payload of `x`, and other tensors as they are, through `ctx.save_for_backward`."""
     save_payloads(ctx, [compress(x, compressor, key)], compressor, *others)
 
 

@@ -11,10 +11,8 @@ from memtrain.compressors import Key, Mask
 class Kept:
     """Takes the place of a saved tensor that is kept, or of which the shape only is read.
 
-    Args:
-        x: The saved tensor, whose version is checked.
-        kept: What is kept: the tensor detached, or a copy where it is a small view of a large
-            storage. None: nothing, and a tensor of its shape without values comes back.
+    `kept` is the tensor, detached, or a copy of a small view of a large storage. If it is None, a
+    tensor of this shape without values comes back.
     """
 
     __slots__ = ("__weakref__", "_counter", "_geometry", "_version", "kept")
@@ -41,9 +39,6 @@ class MaskBias:
     number elsewhere: -inf, or for cuDNN -65504. CUDA's memory-efficient kernel pads its rows and
     expands it to all scores, and reads the ends of the rows, so that the bias comes back with the
     memory that it had.
-
-    Args:
-        x: The bias.
 
     Memory:
         1/8 byte per element that memory holds, and one number.

@@ -129,14 +129,7 @@ def _convolution(node: Node, function: Any) -> str:
 
 
 def named(op: str, role: str, function: Any, attention: str) -> tuple[str, str]:
-    """Return the op and tensor of a site, which are the function's where torch writes one out.
-
-    Args:
-        op: Of the node's row.
-        role: Of the saved tensor in that row.
-        function: The torch function that was called.
-        attention: The name in rules of the attention that runs, or "".
-    """
+    """Return the op and tensor of a site, which are the function's where torch writes one out."""
     if attention and op in ("matmul", "softmax", "mul"):
         return attention, "saved"
     return ("dropout", "saved") if op == "mul" and function in _DROPOUTS else (op, role)
@@ -376,9 +369,8 @@ def stand_in(
 ) -> None:
     """Register an autograd Function that simulates fused attention as a known op.
 
-    Args:
-        function: Saves the query, key, value, result, log-sum-exp and bias, in this order.
-        results: Gives the result and the log-sum-exp of a query, key, value and bias.
+    It saves the query, key, value, result, log-sum-exp and bias, in this order. `results` computes
+    the result and the log-sum-exp of a query, key, value and bias.
     """
     roles = (("0", "input"), ("1", "input1"), ("2", "input2"), ("3", "saved"))
     tensors = tuple(SavedBy(attribute, role, EXPONENT) for attribute, role in roles)

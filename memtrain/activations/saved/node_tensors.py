@@ -27,13 +27,9 @@ def nodes_since(
 ) -> list[Any]:
     """Return the nodes that an op has made, as they were made.
 
-    Args:
-        mark: The number of the first node that counts.
-        results: Of the op.
-        first: The number of the forward's first node.
-        given: Numbers of nodes from before the forward.
-        on_others: Called if a result depends on a node that is not the forward's, and not given: an
-            earlier forward's, or another thread's, whose nodes have numbers of their own.
+    Their numbers are not below `mark`. `on_others` is called if a result depends on a node below
+    `first`, the forward's first, that is not `given`: an earlier forward's, or another thread's,
+    whose nodes have numbers of their own.
     """
     nodes: list[Any] = []
     for x in results:  # comprehensions are functions to call
@@ -57,9 +53,6 @@ def nodes_since(
 @lru_cache(maxsize=4096)
 def saved_names(node: type) -> tuple[str, ...]:
     """Return the attributes under which nodes of a class hold saved tensors.
-
-    Args:
-        node: Class of a node.
 
     Example:
         >>> saved_names(type((torch.ones(2, requires_grad=True) * torch.ones(2)).grad_fn))
@@ -113,10 +106,8 @@ def flows_into(node: Any, source: Any, nodes: Collection[int]) -> bool:
     An unbiased gradient needs independent errors of the factors that are multiplied on the way: of
     `h * h * h`, where both products save h, the two payloads of h need random bits of their own.
 
-    Args:
-        node: Saves the tensor.
-        source: Node of the tensor, whose own gradient does not have it as a factor.
-        nodes: Numbers of the nodes that saved the tensor before.
+    `source` is the node of the tensor, whose own gradient does not have it as a factor; `nodes` are
+    the numbers of the nodes that saved the tensor before.
     """
     above = [each for each, _ in node.next_functions if each is not None]
     if source in above:

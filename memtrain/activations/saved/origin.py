@@ -37,8 +37,7 @@ def is_parameter(x: Tensor) -> bool:
     So weights are known that the model does not list: FSDP's unsharded ones, autocast's copies
     (those of cuDNN's recurrent layers too), explicit casts, weight norm's products.
 
-    Args:
-        x: A saved tensor as autograd hands it over, not detached.
+    The tensor is one that autograd returns, not detached.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(4, 4))

@@ -23,16 +23,7 @@ def make_handle(
 ) -> tuple[Handle | None, bool]:
     """Return the handle of a saved tensor, and whether its payload is new.
 
-    Args:
-        storage: Of the tensor.
-        x: The saved tensor.
-        compressor: For it.
-        key: Gives the random bits of a new payload.
-        node: Saves the tensor.
-
-    Returns:
-        handle: None where a payload would be no smaller than the tensor's storage.
-        is_new: False where an earlier save made the payload.
+    There is no handle where a payload would be no smaller than the tensor's storage.
     """
     source, x = x.grad_fn, x.detach()
     layout, memory = memory_of(x)
@@ -53,13 +44,7 @@ def make_handle(
 
 
 def roundtrip(x: Tensor, compressor: Compressor, key: Key) -> Tensor:
-    """Compress a saved tensor, and return it decompressed.
-
-    Args:
-        x: The saved tensor, detached.
-        compressor: For it.
-        key: Of its random bits.
-    """
+    """Compress a saved tensor, and return it decompressed."""
     layout, memory = memory_of(x)
     packed, made_by, _ = _compress(x, layout, memory, compressor, lambda: key)
     return tensor_of(packed, made_by, None if compressor.shaped else layout)
@@ -110,14 +95,7 @@ class Specialized(NamedTuple):
 def specialized(
     x: Tensor, layout: Layout, memory: Memory | None, compressor: Compressor
 ) -> Specialized | None:
-    """Return the kernel for tensors of this signature, cached; None where there is none.
-
-    Args:
-        x: The saved tensor, detached.
-        layout: Its own.
-        memory: Of `memory_of`.
-        compressor: Of its site.
-    """
+    """Return the kernel for tensors of this signature, cached; None where there is none."""
     if not compressor.reads_rows:
         return None
     signature = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, compressor)

@@ -67,13 +67,7 @@ class _Counter:
 
 
 def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str:
-    """The text by which graphs know how they hold a saved tensor; the ops know what it stands for.
-
-    Args:
-        compressor: A frozen value.
-        layout: Of the saved tensor; its shape does not count.
-        names: Of its payload's tensors.
-    """
+    """Return the text by which the ops in graphs know how a saved tensor is held."""
     form = _Form(compressor, tuple(names), layout.order, layout.expanded)
     once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
     text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
@@ -106,9 +100,7 @@ def decompress(
 def decompressing(parts: Sequence[Tensor]) -> Any:
     """The op that decompresses a payload, and that no CUDA graph holds where the host reads a part.
 
-    Args:
-        parts: The payload's tensors, fake ones too. One that is not where others are lies on the
-            host, as of `Host`.
+    A part on another device than the others is on the host, as of `Host`.
     """
     on_host = len({part.device for part in parts}) > 1
     return (decompress_on_host_op if on_host else decompress_op).default

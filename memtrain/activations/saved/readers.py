@@ -86,15 +86,7 @@ class Readers:
         readers: frozenset[type],
         save: Callable[[bool], None],
     ) -> None:
-        """Let a result wait.
-
-        Args:
-            node: Of the op.
-            x: The tensor that the op saves.
-            storage: Of the tensor.
-            readers: Nodes of the ops that may read a compressed result.
-            save: Compresses the result, or keeps it.
-        """
+        """Let a result wait."""
         number, found = node._sequence_nr(), _Result(x, storage, readers, save)
         self.results.setdefault(number, {})[found] = None
         self._made.append(found)
@@ -102,10 +94,8 @@ class Readers:
     def visit(self, node: Any, *, carries: bool = False, bounded: bool = False) -> None:
         """See what a node reads.
 
-        Args:
-            node: Made after those that it reads.
-            carries: Whether its output has its input's elements, times one number, or 0.
-            bounded: Whether the gradient of what it reads is bounded, as cross-entropy's is.
+        It `carries` its input's elements if its output has them, times one number, or 0. The
+        gradient of what it reads is `bounded` as that of cross-entropy.
         """
         kind = type(node)
         carries = carries or kind in CARRIES
@@ -122,11 +112,7 @@ class Readers:
                     found.save(compress=False)
 
     def seen(self, results: Sequence[Any]) -> None:
-        """End the visits of an op's nodes.
-
-        Args:
-            results: Of the op.
-        """
+        """End the visits of an op's nodes."""
         for x in results:
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 number = storage_id(x)
@@ -160,12 +146,7 @@ _STEPS = 6
 
 
 def is_square(node: Any, factors: Mapping[str, Tensor]) -> bool:
-    """Return whether a product saves two factors that are, or may be, equal.
-
-    Args:
-        node: Of the product.
-        factors: Its saved tensors.
-    """
+    """Return whether a product saves two factors that are, or may be, equal."""
     if len(factors) < 2 or factors["self"] is factors["other"]:
         return len(factors) == 2
     one, other = node.next_functions

@@ -36,8 +36,7 @@ class _Saved(NamedTuple):
 class Records:
     """The records of one forward.
 
-    Args:
-        inputs: Storages of the user's own inputs of the model, which stay alive anyway.
+    The user's own `inputs` of the model stay alive anyway.
     """
 
     def __init__(self, inputs: Set[int]) -> None:
@@ -62,14 +61,9 @@ class Records:
     ) -> None:
         """Record a save.
 
-        Args:
-            x: The saved tensor.
-            site: Of the tensor.
-            planned: Bytes of what is kept in its place.
-            compressor: "" where the tensor is kept.
-            reason: Why it is kept, or a note.
-            handle: What the graph holds in its place; None where it holds the tensor.
-            source: Of a derived output: the op that it is recomputed from.
+        `planned` are the bytes of what is kept in its place, and `handle` is what the graph holds
+        in its place: None for the tensor itself. `source` is the op that a derived output is
+        recomputed from.
         """
         number = storage_id(x)
         first = number not in self._numbers and number not in self._inputs

@@ -53,13 +53,9 @@ class SavedTensors:
     tensors that the known-op table lists and a rule matches, `collect` registers hooks on the node:
     the graph then has a `Handle`. Other saved tensors are unchanged.
 
-    Args:
-        choose: Site -> compressor, or the reason to keep the tensor.
-        min_elements: Smaller tensors are kept.
-        seed: Feeds the keys of stochastic rounding.
-        derive_outputs: Whether a norm's output is recomputed from the norm's own payload.
-        derive_smooth: Whether outputs of SiLU and GELU are, from 4 bits or more.
-        derive_products: Whether products and dropped outputs are recomputed too.
+    `derive_outputs`: a norm's output is recomputed from the norm's own payload. `derive_smooth`:
+    outputs of SiLU and GELU are, from 4 bits or more. `derive_products`: products and dropped
+    outputs are, too.
     """
 
     def __init__(
@@ -134,11 +130,8 @@ class SavedTensors:
     ) -> None:
         """Start a forward pass.
 
-        Args:
-            own: Parameters and buffers, which are never compressed.
-            inputs: The user's own inputs of the model, which stay alive anyway.
-            record: Whether to record what is saved.
-            given: All inputs of the forward.
+        Parameters and buffers (`own`) are never compressed. `inputs` are the user's, which stay
+        alive anyway; `given` are all inputs of the forward.
         """
         self._reset()
         if self.checks is not None and not self.checks.begin():
@@ -165,12 +158,8 @@ class SavedTensors:
     def end(self, output: Sequence[Tensor] = ()) -> list[Record] | None:
         """End a forward pass; payloads live on in the graph, and only there.
 
-        Args:
-            output: What the model returns: the user holds these tensors, so that compressing them
-                would add bytes.
-
-        Returns:
-            The records, where the pass was recorded.
+        The user holds what the model returns, so that compressing it would add bytes. Returns the
+        records, if the pass was recorded.
         """
         self.step += 1
         for x in output:
@@ -207,11 +196,7 @@ class SavedTensors:
     def collect(self, result: Any, function: Any, module: str, *, hooked: bool = False) -> None:
         """Visit the nodes that an op has made.
 
-        Args:
-            result: Of the op: a tensor, or a tuple or list of them.
-            function: The torch function that was called, for the op's name in sites.
-            module: Path of the module whose forward runs.
-            hooked: Whether other saved-tensor hooks have packed the saved tensors.
+        If `hooked`, other saved-tensor hooks have packed the saved tensors.
         """
         if not torch.is_grad_enabled():
             return  # no node is made, and to ask a view for its node may raise
@@ -464,13 +449,7 @@ class SavedTensors:
             self.records.add(x, site, planned, name, reason, copy)
 
     def replaced(self, site: Site, x: Tensor, result: Any) -> None:
-        """Note an op that saved payloads itself.
-
-        Args:
-            site: Of the op.
-            x: Its input.
-            result: Its result.
-        """
+        """Note an op that saved payloads itself."""
         y = result if isinstance(result, Tensor) else result[0]
         node: Any = y.grad_fn
         above: list[Any] = []  # views and casts
@@ -499,13 +478,7 @@ class SavedTensors:
         self.skip()
 
     def stash(self, site: Site, x: Tensor, chosen: Compressor | Keep) -> Any:
-        """Return the handle of a tensor that no op saves; None where it is kept.
-
-        Args:
-            site: Of the tensor.
-            x: The tensor.
-            chosen: A compressor for it, or the reason to keep it.
-        """
+        """Return the handle of a tensor that no op saves; None where it is kept."""
         if foreign(x):
             return None
         if isinstance(chosen, Compressor):

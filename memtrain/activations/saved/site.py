@@ -46,9 +46,6 @@ class Site(NamedTuple):
     def parse(cls, name: str) -> "Site":
         """The site of a name.
 
-        Raises:
-            ValueError: If it is not three names with ` / ` between them.
-
         Example:
             >>> Site.parse("(root) / gelu / input")
             Site(module='', op='gelu', tensor='input')
@@ -87,9 +84,7 @@ def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, 
 def tensors_in(output: Any) -> Sequence[Tensor]:
     """Return the tensors of a model's output: alone, in tuples, lists, dicts and their like.
 
-    Args:
-        output: Of a forward. What is inside of other objects, a cache of keys for one, is not
-            taken for the user's.
+    What is inside other objects, such as a cache of keys, does not count as the user's.
     """
     if isinstance(output, Tensor):
         return (output,)

@@ -17,15 +17,7 @@ Geometry = tuple[torch.Size, tuple[int, ...], int | torch.SymInt]
 
 
 class Entry:
-    """A cached payload of a storage region at one version, or the kept tensor.
-
-    Args:
-        x: The saved tensor, detached. It is not kept.
-        epoch: Of its storage, as `Storage` counts.
-        packed: The payload.
-        compressor: Made it.
-        nbytes: Bytes of the payload on the tensor's device.
-    """
+    """A cached payload of a storage region at one version, or the kept tensor."""
 
     __slots__ = (
         "__weakref__",
@@ -67,12 +59,7 @@ class Entry:
             check_version(self.counter, self.version)
 
     def read(self, layout: Layout | None, geometry: Geometry) -> Tensor:
-        """Return the saved tensor.
-
-        Args:
-            layout: Of the saved tensor; None where the compressor is `shaped`.
-            geometry: Of the saved tensor.
-        """
+        """Return the saved tensor."""
         if self.tensor is not None:
             return self.tensor.as_strided(*geometry)
         assert self.packed is not None  # noqa: S101 (`keep` sets the other one)
@@ -171,13 +158,7 @@ class Store:
 
 
 def tensor_of(packed: Packed, compressor: Compressor, layout: Layout | None) -> Tensor:
-    """Return the tensor of a payload, in its shape and memory order.
-
-    Args:
-        packed: The payload.
-        compressor: Made it.
-        layout: Of the tensor, where it was flattened first.
-    """
+    """Return the tensor of a payload, in its shape and memory order."""
     if layout is None:
         return compressor.decompress(packed)
     if not compressor.reads_rows:
@@ -211,9 +192,6 @@ def mark_unwritten(x: Tensor) -> bool:
     The mark is torch's own for copy-on-write: a lazy clone, which is freed here, so that no bytes
     are ever copied. All access in C++ that may write removes the mark, in any thread, whether or
     not a version counts it.
-
-    Returns:
-        Whether the storage has the mark: memory of another library cannot.
 
     Example:
         >>> x = torch.ones(2)

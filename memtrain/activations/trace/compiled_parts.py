@@ -24,15 +24,8 @@ _running: list[str] = []  # the module, as graphs name it, and the op of the nod
 def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     """Find what of a model is compiled: by `torch.compile(module)` or by `module.compile()`.
 
-    Args:
-        model: Any.
-
-    Returns:
-        The model inside of what `torch.compile` made of it, and the paths in it of the modules
-        that are compiled, with their backends.
-
-    Raises:
-        ValueError: For a backend whose graphs cannot be looked into.
+    Returns the model inside of what `torch.compile` made of it, and the paths in it of compiled
+    modules, with their backends. A backend whose graphs cannot be read is a ValueError.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -54,15 +47,7 @@ def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def compile_in_place(model: nn.Module, how: str, *, dynamic: bool | None = None) -> None:
-    """Let `torch.compile` have a model, or each of the blocks that it repeats.
-
-    Args:
-        model: It stays the same object, with the names that it had.
-        how: Of `COMPILE`.
-        dynamic: As of `torch.compile`.
-
-    Raises:
-        ValueError: For `blocks` of a model that repeats none.
+    """Compile a model in place, whole or each of its repeated blocks (`COMPILE`).
 
     Example:
         >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
@@ -88,9 +73,7 @@ def compile_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
     Graphs are made as the backend makes them, and then run op by op, so that fake tensors will do
     and every op is seen. What torch has compiled of the original stays as it is.
 
-    Args:
-        model: A copy of the model; changed.
-        parts: Of `compiled_parts`.
+    The model is a copy, which is changed.
     """
     own: dict[Any, Any] = {}
     for path, backend in parts.items():
@@ -109,11 +92,7 @@ def compile_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
 
 
 def running_node() -> str:
-    """The op of a compiled graph that runs now, after the path of its module in the graph's own.
-
-    Returns:
-        Such as `mlp.act / gelu`, ` / gelu` of the graph's own module; empty outside of graphs.
-    """
+    """Return the running op of a compiled graph and its module's path, as `mlp.act / gelu`."""
     return _running[-1] if _running else ""
 
 

@@ -29,14 +29,7 @@ def fake_copies(
     Nothing that runs inside the block reaches the originals. The random states of torch, NumPy and
     Python are restored, and `functools` caches that then hold fake tensors are cleared.
 
-    Args:
-        model: Real or fake; not changed.
-        optimizer: Its optimizer; not changed. States that it has are copied as fake ones. None
-            where none is needed.
-        batch: Tensors in any nesting.
-
-    Yields:
-        The copies of the three.
+    A model may be fake already. States that the optimizer has are copied as fake ones.
 
     Raises:
         TypeError: For a model with an attribute that cannot be copied.
@@ -145,9 +138,7 @@ def _has_fake(cache: Any) -> bool:
 def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     """Copy an optimizer deeply, with a subclass's own attributes, which torch leaves out.
 
-    Args:
-        optimizer: Not changed.
-        memo: As for `copy.deepcopy`: id of a parameter -> what stands for it in the copy.
+    The memo, as for `copy.deepcopy`, maps the id of a parameter to its copy.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(2))

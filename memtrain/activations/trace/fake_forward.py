@@ -37,21 +37,11 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
     A fake copy of the model runs (`fake_copies`), so that nothing of the model is changed. Its
     compiled parts are compiled for the copy, and the saved tensors of their graphs are listed.
 
-    Args:
-        model: Real, on the meta device, or built under a `FakeTensorMode`; what `torch.compile`
-            made of one, too.
-        batch: What it is called with: a tensor, a tuple of arguments, or a dict of keyword
-            arguments; real or fake.
-        choose: Site -> compressor, or the reason to keep the tensor.
-        options: How saved tensors are handled.
-        dtypes: Parameters that are converted before training, with their dtype; float32 inputs
-            are cast with them.
-        rounding: What else is done to the ops.
-        plain: Let compiled graphs save what they do without memtrain.
-        observe: Entered around the forward, with the copy that runs.
-
-    Returns:
-        One record per saved tensor, in the order of the forward.
+    The model may be real, on the meta device, built under a `FakeTensorMode`, or the result of
+    `torch.compile`. `dtypes` maps parameters that are converted before training to their dtype;
+    float32 inputs are cast with them. If `plain`, compiled graphs save what they do without
+    memtrain. `observe` is entered around the forward, with the copy that runs. Records are in the
+    order of the forward.
 
     Raises:
         ValueError: If `fully_shard` was called on the model: its hooks would keep the fake tensors.

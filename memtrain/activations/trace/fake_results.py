@@ -54,11 +54,6 @@ def as_real(func: Any, args: Any, result: Any) -> Any:
     batch and layer norms have whatever their parameters are. `col2im` (`fold`, and the backward of
     `unfold`) makes its smaller result in memory of its input's size, and a loss its mean or sum in
     memory of one number per element.
-
-    Args:
-        func: The op, as a dispatch mode is given it.
-        args: Its arguments.
-        result: What it returned.
     """
     if func is _LSTM:
         output, hidden, cell, workspace = result

@@ -14,12 +14,8 @@ def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
     so the cells' and their gradients. Gradients are float32. Rows are whole cache lines, with one
     more where they are a multiple of 256 elements, and each part begins at a page.
 
-    Args:
-        x: [time, batch, features] (or [batch, time, features]), float32 or bfloat16.
-        recurrent: The recurrent weight, [4 * hidden, hidden].
-
-    Returns:
-        Bytes.
+    `x` is [time, batch, features] or [batch, time, features], float32 or bfloat16; the recurrent
+    weight is [4 * hidden, hidden].
 
     Example:
         >>> import torch
@@ -45,10 +41,6 @@ def rnn_workspace_nbytes(x: Tensor, recurrent: Tensor) -> int:
 
 def row_nbytes(elements: int, size: int) -> int:
     """Bytes from one row of a matrix to the next: whole cache lines, and no multiple of 256.
-
-    Args:
-        elements: Of a row.
-        size: Bytes of an element.
 
     Example:
         >>> row_nbytes(100, 4), row_nbytes(256, 4)

@@ -8,9 +8,6 @@ from memtrain.activations.saved.site import Site
 class DisjointSets:
     """Disjoint sets of sites, each represented by its earliest (union-find).
 
-    Args:
-        sites: Each a set of its own.
-
     Example:
         >>> sites = [Site("", op, "input") for op in ("relu", "linear", "gelu")]
         >>> disjoint = DisjointSets(sites)

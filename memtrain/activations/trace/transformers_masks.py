@@ -26,9 +26,8 @@ def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
     Inside `torch.compile` a real run cannot read them either: transformers is left as it is.
 
-    Args:
-        kwargs: The model's keyword arguments. An `attention_mask` with data that holds
-            padding is left to transformers: a real run builds that mask too.
+    If an `attention_mask` with data has padding, transformers is left as it is: a real run builds
+    that mask too.
 
     Example:
         >>> with one_sequence_per_row({}):
