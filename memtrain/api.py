@@ -15,11 +15,11 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.saved.checks import Checks
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config
-from memtrain.optim.states.bitsandbytes import read_by
 from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.known_optimizers import is_tested
 from memtrain.optim.states.optimizer_hooks import chain
+from memtrain.optim.states.plain_checkpoints import refuse_payloads
 from memtrain.optim.wrappers.apply import (
     KEEP,
     apply,
@@ -184,7 +184,7 @@ def _wrap(
     if plan.state_rules:
         optimizers = _compress_states(model, optimizers, plan)
     else:
-        handles += [read_by(optimizer) for optimizer in optimizers]
+        handles += [refuse_payloads(optimizer) for optimizer in optimizers]
     if rounding is not None:  # before the interception's own hook
         assign = partial(rounding.before_model, plan.assign_precision)
         handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))

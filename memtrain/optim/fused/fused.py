@@ -122,7 +122,7 @@ class FusedStates(CompressedStates):
         return tuple(found) if has_kernel(cls.update_rule, found) else None
 
     def plain_class(self) -> type[Optimizer]:
-        """As `CompressedStates.plain_class`."""
+        """Return the class of the equivalent plain optimizer."""
         return self.plain
 
     def check(self, group: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
 from collections.abc import Callable, Collection, Mapping
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -10,10 +10,11 @@ from torch.optim import Optimizer
 
 from memtrain.compressors.base import Compressor
 from memtrain.compressors.registry import state_parts
-from memtrain.optim.states import bitsandbytes, checkpoint_options, layout, optimizer_hooks, rows
+from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.per_parameter import PerParameter
+from memtrain.optim.states.plain_checkpoints import refuse_subclasses
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stalled_weights import StalledWeights
 
@@ -73,10 +74,6 @@ class CompressedStates(Optimizer):
             else value
             for name, value in self.state.get(param, {}).items()
         }
-
-    def plain_class(self) -> type[Optimizer]:
-        """The class of the plain optimizer that this one stands for."""
-        return type(self.original or self)
 
     def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str] | None:
         """Names of the states of a parameter in the plain optimizer, or None if unknown."""
@@ -225,11 +222,11 @@ class CompressedStates(Optimizer):
         return layout.unpack(compressor, value, param, torch.float32)
 
     def _as_live(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with payloads as they live, in place of rows; other libraries' are plain."""
-        states, plain = dict(loaded["state"]), self.plain_class().__name__
-        for number, param, group in self._numbered(loaded):
-            has = partial(self.plain_names, param, group)
-            values = bitsandbytes.plain_states(states[number], plain, param, has)
+        """A checkpoint with payloads as they live, in place of rows."""
+        states = dict(loaded["state"])
+        for number, param, _ in self._numbered(loaded):
+            values = states[number]
+            refuse_subclasses(values)
             states[number] = dict(values)
             for name, value in values.items():
                 if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
