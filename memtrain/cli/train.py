@@ -27,8 +27,8 @@ examples:
   memtrain-train budget=200MiB                      a plan whose peak fits
   memtrain-train model=hf:FOLDER data=text:FILE budget=16GiB
                                                     a transformers model on a text, in 16 GiB
-  memtrain-train model=hf:CONFIG model.weights=random data=jsonl:FILE data.prompt=question
-                                                    from initial values; prompts are not learned
+  memtrain-train model=hf:CONFIG model.weights=random data=text:FILE data.tokenizer=bytes
+                                                    from initial values
   memtrain-train model=py:MODULE:FUNCTION data=py:MODULE:FUNCTION
                                                     the model and the dataset of two functions
   memtrain-train compile=blocks                     each repeated block inside torch.compile

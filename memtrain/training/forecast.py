@@ -18,7 +18,6 @@ from memtrain.config.sizes import format_size
 from memtrain.config.sources import Config
 from memtrain.optim.wrappers.accumulate import sum_bytes
 from memtrain.planner import DoesNotFit, Fit, Goal, fit
-from memtrain.training.text_rows import TextRows
 
 if TYPE_CHECKING:
     from memtrain.training.run import Run
@@ -95,15 +94,8 @@ def describe(run: "Run") -> list[str]:
     if fresh:
         shown = ", ".join(fresh[:3]) + (f" and {len(fresh) - 3} more" if len(fresh) > 3 else "")
         lines.append(f"model: not in its folder, so with initial values: {shown}")
-    source = run.source
-    counts = [f"{len(source.parts[split]):,}" for split in ("train", "validation")]
-    text = f"data: {counts[0]} rows to train on, {counts[1]} held out"
-    if isinstance(source, TextRows):
-        text += f"; {len(source.tokens):,} tokens, the longest row has {source.length}"
-    lines.append(text)
-    if isinstance(source, TextRows) and source.cut:
-        lines.append(f"data: {source.cut:,} documents are longer than a row and are cut")
-    return lines
+    counts = [f"{len(run.source.parts[split]):,}" for split in ("train", "validation")]
+    return [*lines, f"data: {counts[0]} rows to train on, {counts[1]} held out"]
 
 
 def describe_peak(run: "Run") -> list[str]:
@@ -118,7 +110,7 @@ def describe_peak(run: "Run") -> list[str]:
     parts = sorted(peak.parts.items(), key=lambda pair: -pair[1])
     shown = ", ".join(f"{name} {format_size(n)}" for name, n in parts if n > peak.nbytes / 100)
     lines = [
-        f"peak of a step: {format_size(peak.nbytes)} predicted for the longest batch of "
+        f"peak of a step: {format_size(peak.nbytes)} predicted for a batch of "
         f"{run.micro_rows} rows, in the {peak.label} ({shown})"
     ]
     room = available_bytes(run.device, storage_nbytes(run.model.parameters()))

@@ -112,21 +112,10 @@ class GPT(nn.Module):
             if name.endswith(("out.weight", "down.weight")):  # the residual branches' last layers
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers))
 
-    def forward(
-        self,
-        input_ids: Tensor,
-        labels: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-    ) -> Tensor:
-        """Return logits of the next byte, or their mean loss.
+    def forward(self, input_ids: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Return logits of the next byte, [batch, tokens, 256], or with labels their mean loss.
 
-        Args:
-            input_ids: int64, [batch, tokens], 0 to 255.
-            labels: int64, of the same shape; -100 where there is nothing to learn.
-            attention_mask: Not used: padding follows a row, and attention looks back only.
-
-        Returns:
-            [batch, tokens, 256] without labels; a scalar with labels.
+        Labels are -100 where there is nothing to learn.
         """
         positions = torch.arange(input_ids.shape[1], device=input_ids.device)
         x = self.dropout(self.tokens(input_ids) + self.positions(positions))

@@ -1,6 +1,5 @@
 """The user's models: transformers' from a folder or a config, and a user-defined function."""
 
-import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -38,7 +37,7 @@ class Pretrained:
     Raises:
         ValueError: For a value that is not allowed, or a config of another kind of model.
         FileNotFoundError: If there is no config, or no weights and `weights` is `folder`.
-        ModuleNotFoundError: If transformers, or peft for LoRA, is not installed.
+        ModuleNotFoundError: If transformers, is not installed.
     """
 
     path: str
@@ -49,19 +48,12 @@ class Pretrained:
     """Dtype of the weights: a key of `DTYPES`."""
     dropout: float | None = None
     """Every dropout of the config; None leaves the config's."""
-    lora: int = 0
-    """Rank of LoRA's matrices in all linear layers, by peft; 0 trains the model itself."""
-    lora_alpha: float = 16.0
-    """LoRA's alpha."""
 
     def __post_init__(self) -> None:
         one_of("model.weights", self.weights, WEIGHTS)
         one_of("model.dtype", self.dtype, tuple(DTYPES))
-        in_range("model.lora", self.lora, at_least=0)
         if self.dropout is not None:
             in_range("model.dropout", self.dropout, at_least=0, below=1)
-        if self.lora:
-            _peft()
 
     @property
     def folder(self) -> Path:
@@ -122,7 +114,7 @@ class Pretrained:
         return found
 
     def build(self) -> nn.Module:
-        """Make the model, with weights from the folder or random ones, and LoRA if requested.
+        """Make the model, with weights from the folder or random ones.
 
         Parameters that the folder lacks have initial values; the model's attribute `fresh` lists
         their names.
@@ -137,8 +129,6 @@ class Pretrained:
             model = auto.from_config(self.config, **options)
         else:
             model, fresh = self._loaded(auto, options)
-        if self.lora:
-            model = self._adapted(model)
         model.fresh = tuple(fresh)
         return model
 
@@ -157,16 +147,6 @@ class Pretrained:
         if len(missing) == len(model.state_dict()):
             raise ValueError(f"model=hf:{self.folder}: its weights have none of the model's names")
         return model, sorted(missing)
-
-    def _adapted(self, model: Any) -> Any:
-        peft = _peft()
-        config = peft.LoraConfig(
-            r=self.lora,
-            lora_alpha=self.lora_alpha,
-            target_modules="all-linear",
-            task_type="CAUSAL_LM",
-        )
-        return peft.get_peft_model(model, config)
 
 
 def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: Any = None) -> None:
@@ -203,15 +183,6 @@ def py(*, path: str) -> nn.Module:
 
 def _has_weights(path: Path) -> bool:
     return path.is_dir() and any(any(path.glob(pattern)) for pattern in _FILES)
-
-
-def _peft() -> Any:
-    try:
-        return importlib.import_module("peft")
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "model.lora needs peft: pip install 'memtrain[integrations]'"
-        ) from error
 
 
 def _first(error: Exception) -> str:

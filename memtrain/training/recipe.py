@@ -9,20 +9,13 @@ from memtrain.training.settings import OptimizerConfig
 
 
 def build_optimizer(config: OptimizerConfig, model: nn.Module) -> torch.optim.Optimizer:
-    """Build AdamW or SGD with momentum; biases and norms get no weight decay.
-
-    Example:
-        >>> build_optimizer(OptimizerConfig(name="sgd"), nn.Linear(2, 2)).defaults["momentum"]
-        0.9
-    """
+    """Build AdamW; biases and norms get no weight decay."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": config.weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
     groups = [group for group in groups if group["params"]]
-    if config.name == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
     first, second = config.betas
     return torch.optim.AdamW(groups, lr=config.lr, betas=(first, second), eps=config.eps)
 

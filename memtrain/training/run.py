@@ -251,9 +251,9 @@ class Run:
         how = self.config.compile
         if how != "false":
             torch.compiler.reset()  # an earlier run has graphs of the same code
-            # A fixed `dynamic` keeps graphs from depending on the lengths of earlier batches,
-            # which differ in a resumed run.
-            compile_in_place(model, how, dynamic=self.source.ragged)
+            # A fixed `dynamic` keeps graphs from depending on earlier batches, which differ in a
+            # resumed run.
+            compile_in_place(model, how, dynamic=False)
 
     def _adapt(self, model: nn.Module, cfg: base.Config) -> None:
         """Prepare to adapt automatic widths of bits.
@@ -280,7 +280,7 @@ class Run:
             return None
         budget = parse_size(self.config.budget, "budget")
         goal = self.config.planner.goal(self._step_options())
-        return forecast.fit_budget(model, optimizer, self.longest(), cfg, goal, budget)
+        return forecast.fit_budget(model, optimizer, self._inputs(), cfg, goal, budget)
 
     def _predict(
         self, model: nn.Module, optimizer: torch.optim.Optimizer, cfg: base.Config | None
@@ -291,7 +291,7 @@ class Run:
             return
         try:
             self.forecast = forecast.predicted_peak(
-                model, optimizer, self.longest(), cfg, self._step_options()
+                model, optimizer, self._inputs(), cfg, self._step_options()
             )
         except UnpredictableError as error:
             self.unpredictable = str(error)
@@ -303,9 +303,9 @@ class Run:
             accumulated=training.accumulate > 1,
         )
 
-    def longest(self) -> Any:
-        """Return the model's arguments for the longest microbatch."""
-        return to_device(self.source.longest(self.micro_rows), self.device)
+    def _inputs(self) -> Any:
+        """Return the model's arguments for a microbatch; all have the same shapes."""
+        return to_device(self.source.collate([0] * self.micro_rows), self.device)
 
     def _rate(self) -> float:
         training = self.config.training

@@ -2,6 +2,7 @@
 
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
@@ -21,15 +22,15 @@ from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
 from memtrain.training import checkpoint, pretrained, results
 from memtrain.training.data import build_source
-from memtrain.training.display import Display
 from memtrain.training.forecast import describe, describe_peak
 from memtrain.training.run import Metrics, Run, is_due
 from memtrain.training.settings import TrainConfig
-from memtrain.training.text_rows import TextRows
 
 Write = Callable[[Metrics], None]
 _LARGE = 2**30
 """Bytes of weights from which on large blocks are unmapped when they are freed."""
+_PERIOD = 10.0
+"""Seconds between printed steps."""
 
 
 class Session:
@@ -80,6 +81,7 @@ class Session:
         self.folder = new_folder(Path(config.output.folder) / str(config.experiment))
         OmegaConf.save(OmegaConf.create(asdict(config)), self.folder / "config.yaml")
         self._stop = False
+        self._printed = time.monotonic()
 
     def _check(self, name: str) -> None:
         """Build a run, so that a wrong plan shows now and not after the baseline's run."""
@@ -115,43 +117,38 @@ class Session:
         """
         current = self.state["current"] if self.state else None
         earlier = [*self.rows, *(Metrics(*row) for row in (current or {}).get("rows", ()))]
-        display = Display(self.console, self.source.unit, quiet=self.config.output.quiet)
         write = results.metrics_file(self.folder / "metrics.csv", earlier)
         with self._signals():
-            display.say(f"writing to {self.folder}")
-            for line in self._lines:
-                display.say(line)
+            for line in (f"writing to {self.folder}", *self._lines):
+                self._say(line)
             for name in self.config.training.runs:
                 if name not in self.summaries:
                     resumed = current if current and current["run"] == name else None
-                    self._train_one(name, resumed, write, display)
+                    self._train_one(name, resumed, write)
         self._finish()
         return self.summaries
 
-    def _train_one(
-        self, name: str, state: dict[str, Any] | None, write: Write, display: Display
-    ) -> None:
+    def _train_one(self, name: str, state: dict[str, Any] | None, write: Write) -> None:
         training = self.config.training
         run = self._run(name)
         hand_back_freed_pages()  # of the run before, and of converted weights
         if state:
             run.load_state(state)
-        display.begin()
         large = storage_nbytes(run.model.parameters()) > _LARGE
         with large_blocks_mapped() if large else nullcontext():
             if not state:
-                self._validate(run, write, display)
+                self._validate(run, write)
             while not run.finished and not self._stop:
                 row = run.train_step()
                 write(row)
-                display.step(row, training.steps, run.kept)
+                self._show_step(run, row)
                 if run.finished or is_due(run.step, training.eval_every):
-                    self._validate(run, write, display)
+                    self._validate(run, write)
                 if is_due(run.step, training.checkpoint_every) and not run.finished:
                     self._save(run)
         stopped = self._stop
         if not stopped:
-            display.say(results.losses_line(name, run.summary()))
+            self._say(results.losses_line(name, run.summary()))
         self._save(run)
         if stopped:
             raise KeyboardInterrupt(
@@ -170,19 +167,32 @@ class Session:
             return run
         return Run(name, self.config, self.source, self.fit, predict=predict)
 
-    def _validate(self, run: Run, write: Write, display: Display) -> None:
+    def _show_step(self, run: Run, row: Metrics) -> None:
+        """Print a step and the bytes that it keeps alive, every few seconds."""
+        steps = self.config.training.steps
+        if time.monotonic() - self._printed > _PERIOD or row.step in (2, steps):
+            speed = f"{row.tokens / row.seconds:,.0f}" if row.seconds else "-"
+            alive = f"{format_size(run.kept)} live" if run.kept else ""
+            text = f"loss {row.loss:.3f}  {speed} {self.source.unit}/s  {alive}"
+            self._say(f"{row.run:<7} step {row.step}/{steps}  {text}")
+
+    def _say(self, text: str) -> None:
+        if not self.config.output.quiet:
+            self._printed = time.monotonic()
+            self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+
+    def _validate(self, run: Run, write: Write) -> None:
         if not run.validations:
             return
         row = run.validate()
         write(row)
-        display.validation(row)
+        self._say(f"{row.run:<7} step {row.step}  validation loss {row.loss:.4f}")
 
     def _save_model(self, run: Run, name: str) -> None:
-        tokenizer = self.source.tokenizer if isinstance(self.source, TextRows) else None
         weights = run.model.state_dict()
 
         def fill(folder: Path) -> None:
-            pretrained.save(run.model, folder, weights, tokenizer)
+            pretrained.save(run.model, folder, weights, self.source.tokenizer)
 
         checkpoint.write_folder(self.folder / name, fill)
 

@@ -17,9 +17,8 @@ from memtrain.config import sources as base
 from memtrain.planner import Goal
 
 RUNS = ("plain", "wrapped")
-OPTIMIZERS = ("adamw", "sgd")
 DEVICES = ("auto", "cpu", "cuda")
-WITH_PATH = {"model": ("hf", "py"), "data": ("text", "jsonl", "py")}
+WITH_PATH = {"model": ("hf", "py"), "data": ("text", "py")}
 """Options of config groups that take a path: `model=hf:<path>`."""
 FINETUNE = "finetune"
 """The experiment where one of them is chosen and no experiment is."""
@@ -36,26 +35,18 @@ OmegaConf.register_new_resolver(  # a path beside the packaged configs
 
 @dataclass(kw_only=True)
 class OptimizerConfig:
-    """The optimizer that the user would have written."""
+    """Arguments of AdamW."""
 
-    name: str = "adamw"
-    """`adamw` or `sgd`."""
     lr: float = 1e-3
     """Highest learning rate, reached after the warm-up."""
     weight_decay: float = 0.1
     """Applied to parameters of two dimensions and more."""
     betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
-    """AdamW's."""
     eps: float = 1e-8
-    """AdamW's."""
-    momentum: float = 0.9
-    """SGD's."""
 
     def __post_init__(self) -> None:
-        one_of("optimizer.name", self.name, OPTIMIZERS)
         in_range("optimizer.lr", self.lr, above=0)
         in_range("optimizer.weight_decay", self.weight_decay, at_least=0)
-        in_range("optimizer.momentum", self.momentum, at_least=0, below=1)
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ValueError(
                 f"optimizer.betas={self.betas} is out of range; allowed: two in [0, 1)"

@@ -8,7 +8,7 @@ TEXT = {"name": "text", "path": __file__}
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ({"name": "json"}, "did you mean 'jsonl'"),
+        ({"name": "txt"}, "did you mean 'text'"),
         ({}, "data.name='None' is unknown"),
         ({**TEXT, "sequense": 4}, "unknown key 'data.sequense'; did you mean 'sequence'"),
         ({**TEXT, "validation": float("nan")}, "data.validation=nan is out of range"),

@@ -38,9 +38,8 @@ def test_default_is_the_gpt_with_balanced():
         ("training.device=gpu", "training.device='gpu' is unknown"),
         ("training.final_lr=2", "training.final_lr=2.0 is out of range"),
         ("training.clip=nan", "training.clip=nan is out of range"),
-        ("optimizer.name=adam", "did you mean 'adamw'"),
         ("optimizer.lr=0", "optimizer.lr=0.0 is out of range; allowed: above 0"),
-        ("optimizer.momentum=1", "optimizer.momentum=1.0 is out of range"),
+        ("optimizer.weight_decay=-1", "optimizer.weight_decay=-1.0 is out of range"),
         ("optimizer.betas=[0.9]", "optimizer.betas"),
     ],
 )
