@@ -19,10 +19,10 @@ class Float(Compressor):
     numbers that `round` converts to Inf to NaN.
 
     Args:
-        format: A name for `memtrain.precision.named_format`, or a `FloatFormat` with a bias.
+        format: A name for `memtrain.precision.named_format`, or a `FloatFormat`.
 
     Raises:
-        ValueError: If the name is unknown, or the format's bias is None.
+        ValueError: If the name is unknown.
         TypeError: If the format has another type.
 
     Memory:
@@ -46,8 +46,7 @@ class Float(Compressor):
     def __post_init__(self) -> None:
         if not isinstance(self.format, str | FloatFormat):
             raise TypeError(f"format={self.format!r}; allowed: a name or a FloatFormat")
-        if self.form.bias is None:
-            raise ValueError(f"format={self.format!r}: no bias; choose it with its fitted(x) first")
+        self.form  # noqa: B018 (raises for an unknown name)
 
     @property
     def form(self) -> FloatFormat:

@@ -82,7 +82,7 @@ class Group(Compressor):
     def group_codes(self, key: Key) -> Codes:
         """Return the options of kernels for these codes."""
         stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
-        return Codes(self.bits, self.group_size, key.bits(), stochastic, wide)
+        return self.bits, self.group_size, key.bits(), stochastic, wide
 
     def for_saved(self, shape: torch.Size) -> "Group":
         """Return groups that divide rows of this shape, with `whole_rows`.

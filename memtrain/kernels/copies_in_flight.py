@@ -8,28 +8,22 @@ AT_ONCE = 2
 
 
 class CopiesInFlight:
-    """Tensors of a device on their way to the host.
+    """Tensors of a device that are being copied to the host.
 
-    Each is held until the stream that it belongs to has waited for its copy, and not given to
-    `record_stream`: that waits until the host has *seen* a copy end, and a host that runs ahead of
-    the device sees none before it waits itself, so that nothing would be free again.
+    Each tensor is kept until its own stream waits for the copy. `record_stream` would wait until
+    the host has *seen* a copy end. A host that runs ahead of the device sees no copy end before it
+    waits itself, so that no memory would be reused.
     """
 
     def __init__(self) -> None:
         self._held: deque[tuple[Any, Any, Any]] = deque()
 
     def add(self, stream: Any, copied: Any, held: Any) -> None:
-        """Hold what leaves.
-
-        Args:
-            stream: The CUDA stream that its memory belongs to.
-            copied: The event at the end of its copy.
-            held: The tensor, or several.
-        """
+        """Keep the tensors `held` of a stream until the event `copied` at the end of their copy."""
         self._held.append((stream, copied, held))
 
     def make_room(self) -> None:
-        """Before another copy: else work outruns the bus, however far the host runs ahead."""
+        """Release tensors before another copy, so that a host that runs ahead keeps no more."""
         while len(self._held) >= AT_ONCE:
             self._release()
 

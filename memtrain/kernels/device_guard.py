@@ -12,16 +12,11 @@ _compiled: dict[tuple[Any, ...], tuple[Any, Any, tuple[Any, ...]]] = {}
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
-    """Launch a kernel on its first argument's device, whichever is current.
+    """Launch a `@triton.jit` kernel on the device of its first argument, a tensor.
 
     Triton compiles for the *current* CUDA device and queues the launch on that device's stream: a
-    kernel with addresses of another device would fault.
-
-    Args:
-        kernel: A `@triton.jit` function.
-        grid: Programs along each axis.
-        *arguments: The kernel's but its constants, a tensor first.
-        **options: The kernel's constants, and the launch's options.
+    kernel with addresses of another device would fault. The options are the kernel's constants and
+    the launch's options.
     """
     device = arguments[0].device
     if device.type != "cuda":
@@ -44,17 +39,10 @@ def launch_again(
     options: Mapping[str, Any],
     device: int,
 ) -> None:
-    """Launch the binary that was compiled for this signature.
+    """Launch the binary that was compiled for this signature on the current device.
 
-    Triton's own launch finds it with more checks, which take twice the host's time
+    Triton's own launch finds the binary with more checks, which take twice the host's time
     (`benchmarks/results/launch.csv`).
-
-    Args:
-        kernel: A `@triton.jit` function.
-        grid: Programs along each axis.
-        arguments: The kernel's but its constants.
-        options: Its constants, and the launch's options.
-        device: Number of the current device: of what was compiled each has its own.
 
     Raises:
         TypeError: If a constant is among the arguments, whose values do not select a binary.
@@ -82,14 +70,9 @@ def launch_again(
 
 
 def for_amd(options: Mapping[str, Any], lanes: int) -> dict[str, Any]:
-    """A launch's options as Triton's compiler for AMD takes them.
+    """Return launch options for Triton's compiler for AMD, whose warps have 64 or 32 `lanes`.
 
-    It knows no limit of registers, and 1,024 threads of a program are the most, as of NVIDIA's,
-    whose warps have 32 lanes.
-
-    Args:
-        options: Those of `launch`.
-        lanes: Of a warp: 64, or 32.
+    AMD's compiler has no limit of registers, and a program has at most 1,024 threads.
 
     Example:
         >>> for_amd({"BITS": 4, "num_warps": 32, "maxnreg": 64}, 64)

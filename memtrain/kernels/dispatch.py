@@ -23,9 +23,9 @@ forced: str | None = None
 
 
 class _Simulation(threading.local):
-    """The step that each thread simulates: others train meanwhile.
+    """The step that each thread simulates.
 
-    A backward of tensors on the CPU, as simulated ones are, runs in the thread that calls it.
+    A backward of simulated tensors, which are on the CPU, runs in the thread that calls it.
     """
 
     def __init__(self) -> None:  # Dynamo guards what an instance has, not what its class has
@@ -44,14 +44,13 @@ the outermost block of `simulating` ends."""
 def backend(name: str) -> Iterator[None]:
     """Force one backend inside a `with` block; a forced backend never falls back.
 
-    Args:
-        name: `"reference"` (pure torch, any device), `"triton"` (CUDA, or CPU tensors when
-            `TRITON_INTERPRET=1` was set before triton's import) or `"cpu"` (the C++ library, and
-            the reference of an op that it lacks: patches).
+    `"reference"` is pure torch. `"triton"` takes CUDA tensors, and CPU tensors if
+    `TRITON_INTERPRET=1` was set before triton's import. `"cpu"` is the C++ library, and the
+    reference for patches.
 
     Raises:
         ValueError: If the name is unknown.
-        RuntimeError: If triton or the C++ library is not there.
+        RuntimeError: If triton or the C++ library is missing.
 
     Example:
         >>> with backend("reference"):
@@ -74,14 +73,11 @@ def backend(name: str) -> Iterator[None]:
 
 @contextmanager
 def simulating(device: str | None = None) -> Iterator[None]:
-    """Take what this thread runs inside the block for a step without data: only sizes count.
+    """Simulate a step of this thread on fake tensors, for a device of type `"cpu"` or `"cuda"`.
 
-    Its tensors are fake, on the CPU whichever device they stand for. What would write to them in
-    place, or read an address, is left out; what depends on the device goes by the simulated one.
-
-    Args:
-        device: The type of the device that the step is simulated for: `"cpu"` or `"cuda"`. None:
-            that of the block around this one, else `"cpu"`. Tensors on CUDA are CUDA's anyway.
+    Fake tensors are on the CPU whichever device they represent. Writes in place and reads of
+    addresses are skipped. Without a device, the device of the block around this one is used, else
+    `"cpu"`.
 
     Example:
         >>> with simulating("cuda"), simulating():
@@ -100,11 +96,7 @@ def simulating(device: str | None = None) -> Iterator[None]:
 
 @contextmanager
 def host_work(on_host: bool = True) -> Iterator[None]:
-    """Count what is allocated inside the block as host memory.
-
-    Args:
-        on_host: False for what the host's work calls back.
-    """
+    """Count allocations inside the block as host memory, or as device memory in a callback."""
     before, simulation.on_host = simulation.on_host, on_host
     try:
         yield
@@ -113,36 +105,28 @@ def host_work(on_host: bool = True) -> Iterator[None]:
 
 
 def is_host_work() -> bool:
-    """Whether what is allocated now lies in host memory: fake tensors of a device do not say."""
+    """Return whether allocations are in host memory: fake tensors of a device do not show it."""
     return simulation.on_host
 
 
 def is_simulated() -> bool:
-    """Whether this is inside a block of `simulating`."""
+    """Return whether this is inside a block of `simulating`."""
     return simulation.device is not None
 
 
 def is_for_cuda(x: Tensor) -> bool:
-    """Whether `x` is on CUDA, or stands in a simulated step for a tensor that is."""
+    """Return whether `x` is on CUDA, or represents a tensor on CUDA in a simulated step."""
     return x.is_cuda or (simulation.device == "cuda" and not simulation.on_host)
 
 
 @cache
 def has_triton() -> bool:
-    """Whether triton can be imported (it is not imported here)."""
+    """Return whether triton can be imported, without importing it."""
     return find_spec("triton") is not None
 
 
 def choose(x: Tensor) -> str:
-    """The backend that serves a call on `x`: the forced one, else the one of its device.
-
-    Args:
-        x: The call's main tensor.
-
-    Returns:
-        `"triton"` for CUDA tensors where triton is installed, `"cpu"` for CPU tensors where the
-        C++ library was built, else `"reference"`.
-    """
+    """Return the backend for a call on `x`: the forced one, else the best for its device."""
     if forced is not None:
         return forced
     if x.is_cuda and has_triton():
@@ -153,19 +137,9 @@ def choose(x: Tensor) -> str:
 
 
 def backend_of(x: Tensor) -> str:
-    """Return the backend for a call on what `x` stands for; `choose` returns that of `x` itself.
+    """Return the backend for the tensor that `x` represents in a simulated step, else `choose(x)`.
 
-    Args:
-        x: The call's main tensor, perhaps of a simulated step.
-
-    Returns:
-        `"triton"` in a step that is simulated for CUDA, whether triton is installed here or not;
-        else `choose(x)`.
-
-    Example:
-        >>> with simulating("cuda"):
-        ...     backend_of(torch.ones(2))
-        'triton'
+    In a step that is simulated for CUDA, the backend is `"triton"`, also if triton is missing.
     """
     if forced is None and simulation.device == "cuda" and not simulation.on_host:
         return "triton"
@@ -173,13 +147,9 @@ def backend_of(x: Tensor) -> str:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether `x` has data, and no compiler, mode, subclass or autograd watches a call on it.
+    """Return whether `x` has data, and no compiler, mode, subclass or autograd observes a call.
 
-    The implementation can then be called itself: the dispatcher costs more than a small call's
-    work.
-
-    Args:
-        x: The call's main tensor.
+    The implementation can then be called directly: the dispatcher costs more than a small call.
 
     Example:
         >>> is_plain(torch.ones(2)), is_plain(torch.ones(2, requires_grad=True))
@@ -195,16 +165,7 @@ def is_plain(x: Tensor) -> bool:
 
 
 def is_plain_cpu(x: Tensor) -> bool:
-    """`is_plain(x) and choose(x) == "cpu"`, for calls that take little longer than the question.
-
-    Args:
-        x: The call's main tensor.
-
-    Example:
-        >>> with backend("reference"):
-        ...     is_plain_cpu(torch.ones(2))
-        False
-    """
+    """Return `is_plain(x) and choose(x) == "cpu"`, in less time."""
     return (
         (forced is None or forced == "cpu")
         and x.is_cpu
@@ -217,13 +178,7 @@ def is_plain_cpu(x: Tensor) -> bool:
 
 
 def is_ordinary() -> bool:
-    """Whether calls on what was a plain tensor of a device go where they went: nothing is forced.
-
-    Example:
-        >>> with backend("reference"):
-        ...     is_ordinary()
-        False
-    """
+    """Return whether no backend is forced and no compiler or mode is active."""
     return (forced is None or forced == "cpu") and not is_compiling() and _modes() == 0
 
 
@@ -250,13 +205,10 @@ def register(
         schema: A torch schema, `"name(Tensor x, int bits) -> Tensor"`.
         implementation: Serves CPU and CUDA; it calls `choose` itself.
         fake: Returns empty tensors of the right shapes and dtypes, and reads no data.
-        inside: Bytes that the implementation holds on the CPU while it runs, and then frees, given
-            its arguments; without it: none to speak of. Predicted peaks count them.
-        inside_cuda: The same of its Triton form.
+        inside: Returns the bytes of temporary tensors on the CPU for the op's arguments, which
+            predicted peaks include. Without it, they count as 0.
+        inside_cuda: The same for the Triton kernel.
         tags: Torch's tags of the op, for compilers.
-
-    Returns:
-        The callable op.
     """
     name = schema.split("(", 1)[0]
     _LIBRARY.define(schema, tags=tags)
@@ -270,11 +222,7 @@ def register(
 
 
 def readable(x: Tensor, *native: torch.dtype) -> Tensor:
-    """Return `x` as a kernel of contiguous tensors of some dtypes reads it: itself, or a copy.
-
-    Args:
-        x: The input.
-        *native: The dtypes that the kernel reads; another is cast to float32.
+    """Return `x` contiguous with one of the `native` dtypes, else in float32; a copy if necessary.
 
     Example:
         >>> readable(torch.ones(2, 4, dtype=torch.float16).t(), torch.float32).stride()
@@ -286,22 +234,10 @@ def readable(x: Tensor, *native: torch.dtype) -> Tensor:
 
 
 def copies(x: Tensor, *native: torch.dtype) -> int:
-    """Return the bytes of the copy that `readable` makes.
-
-    Example:
-        >>> x = torch.ones(2, 4, dtype=torch.float16)
-        >>> copies(x, torch.float32), copies(x.t(), torch.float16), copies(x, torch.float16)
-        (32, 16, 0)
-    """
+    """Return the bytes of the copy that `readable` makes."""
     return contiguous_nbytes(x) if x.dtype in native else 4 * x.numel()
 
 
 def contiguous_nbytes(x: Tensor) -> int:
-    """Bytes that `x.contiguous()` allocates.
-
-    Example:
-        >>> x = torch.ones(2, 4)
-        >>> contiguous_nbytes(x), contiguous_nbytes(x.t())
-        (0, 32)
-    """
+    """Return the bytes that `x.contiguous()` allocates."""
     return 0 if x.is_contiguous() else x.nbytes

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> Tensor:
-    """`x` as a flat view in memory order; `x` must be dense.
+    """Return a dense tensor as a flat view in memory order.
 
     Example:
         >>> import torch
@@ -18,7 +18,7 @@ def memory_order(x: Tensor) -> Tensor:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in any order of dimensions.
+    """Return whether the elements fill one range of memory, each once, in any order of dimensions.
 
     Example:
         >>> import torch
@@ -40,18 +40,7 @@ def is_dense(x: Tensor) -> bool:
 
 
 def in_order(x: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
-    """`x` in the memory order of these strides: itself where it lies so, else a copy.
-
-    Args:
-        x: Of that shape.
-        shape: Of a dense tensor.
-        stride: Its strides; those of dimensions of size 1 do not matter.
-
-    Example:
-        >>> x = torch.zeros(4, 6)
-        >>> in_order(x, (4, 6), (6, 1)) is x, in_order(x, (4, 6), (1, 4)).stride()
-        (True, (1, 4))
-    """
+    """Return `x` in the memory order of a dense tensor's strides, a copy if necessary."""
     mine = x.stride()
     if mine == stride or all(
         size <= 1 or a == b for size, a, b in zip(shape, mine, stride, strict=True)

@@ -91,8 +91,6 @@ def test_unknown_names_are_refused(name):
 def test_formats_that_cannot_be_stored_are_refused():
     with pytest.raises(ValueError, match="17 bits with the sign; allowed: 3 to 16"):
         Float(format="1-8-8")
-    with pytest.raises(ValueError, match="no bias"):
-        Float(format=FloatFormat(4, 3, bias=None))
     with pytest.raises(TypeError, match="format=8; allowed: a name or a FloatFormat"):
         Float(format=8)
     with pytest.raises(TypeError, match=r"torch.float64 is not allowed"):

@@ -289,7 +289,7 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     its weight, and make it `narrow` first: round it to the dtype of `x`.
     """
     size = math.prod(shape)
-    if size % codes.group_size or not norm.fits(x, size, codes.group_size):
+    if not norm.fits(x, size, codes[1]):
         return None
     if not all(_usual(x, shape, p) for p in (weight, bias)):
         return None  # torch's to refuse

@@ -32,11 +32,6 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     An element without a magnitude of its row or column counts as 0. A block of zeros, and a block
     whose scale is not finite, has scale 0.
 
-    Args:
-        x: A float tensor of any shape with `len(row) * len(col)` elements.
-        row: Magnitudes of rows, float32, at least 0.
-        col: Magnitudes of columns, float32, at least 0.
-
     Returns:
         codes: uint8, [n_blocks, 32], packed as by `bits.pack`.
         scale: bfloat16, [n_blocks].
@@ -67,13 +62,7 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
-    """Invert `encode`: return values, float32 [rows, columns].
-
-    Example:
-        >>> codes, scale = encode(torch.tensor([[3.0, -1.0]]), torch.ones(1), torch.ones(2))
-        >>> decode(codes, scale, torch.ones(1), torch.ones(2))
-        tensor([[ 3.0200, -0.9056]])
-    """
+    """Invert `encode`: return values, float32 [rows, columns]."""
     values = torch.tensor(VALUES, dtype=torch.float32, device=codes.device)[
         bitpack.unpack(codes, BITS)
     ]
@@ -82,12 +71,7 @@ def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square roots of a float32 vector, correctly rounded as in every kernel.
-
-    Example:
-        >>> root(torch.tensor([4.0]))
-        tensor([2.])
-    """
+    """Return the square roots of a float32 vector, correctly rounded as in every kernel."""
     return x.double().sqrt().float()
 
 

@@ -39,22 +39,9 @@ def quantize_blocks(
     is NaN or Inf and its codes are 0: the block decodes to NaN, or to the codebook's lowest value
     times Inf. Other blocks do not change.
 
-    Args:
-        x: Any shape and device, any float dtype.
-        book: The codebook.
-        block_size: Elements per scale, a multiple of 8.
-        seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to
-            nearest.
-
     Returns:
         codes: uint8, [n_blocks, block_size * bits / 8], packed as by `bits.pack`.
         scale: float32, [n_blocks].
-
-    Raises:
-        ValueError: If `seed` has more than 64 bits.
-
-    Memory:
-        bits / 8 + 4 / block_size bytes per element, plus the padding of the last block.
 
     Example:
         >>> codes, scale = quantize_blocks(torch.ones(256), Codebook("DE"), block_size=128)
@@ -73,37 +60,14 @@ def dequantize_blocks(codes: Tensor, scale: Tensor | None, book: Codebook, *, nu
     """Invert `quantize_blocks` for `numel` elements: `value[code] * scale`, float32 [numel].
 
     Without scales, return the values of the codes: the inverse of `quantize_scaled`.
-
-    Example:
-        >>> book = Codebook("Linear", signed=False)
-        >>> codes, scale = quantize_blocks(torch.tensor([0.5, 2.0]), book, block_size=128)
-        >>> dequantize_blocks(codes, scale, book, numel=2)
-        tensor([0.5000, 2.0000])
     """
     return _dequantize_op(codes, scale, *book, numel)
 
 
 def quantize_scaled(x: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
-    """Return the codes of values that are divided by their scales already.
+    """Return the codes of values that are divided by their scales already, in blocks of 128.
 
-    Args:
-        x: A float tensor of any shape.
-        book: The codebook.
-        seed: 64 bits, signed or not, for stochastic rounding (see `encode`); None rounds to
-            nearest, ties to the lower index.
-
-    Returns:
-        uint8, [n_blocks, 128 * bits / 8], packed as by `bits.pack`, padded with the code of 0.
-
-    Raises:
-        ValueError: If `seed` has more than 64 bits.
-
-    Memory:
-        bits / 8 bytes per element.
-
-    Example:
-        >>> quantize_scaled(torch.tensor([1.0, 0.5]), Codebook("Linear", 8, False))[0, :2].tolist()
-        [255, 127]
+    The last block is padded with the code of 0.
     """
     return _quantize_op(x, *book, None, None if seed is None else signed(seed))[0]
 
@@ -115,22 +79,14 @@ def inverse(scale: Tensor) -> Tensor:
 
 
 def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
-    """Return the codes of `x / scale`, before packing.
+    """Return the codes of `x / scale`, int64, before packing.
 
     Nearest: the number of midpoints with `x > midpoint * scale`, ties to the lower index.
-    Stochastic: with the neighbouring values `lo` and `hi`, `hi` with probability
-    `(x / scale - lo) / (hi - lo)`, within 2**-16; beyond the lowest and highest value, that value.
-    NaN has code 0, as have elements whose scale is Inf or NaN (stochastic: or 0). If the scale is
-    negative, `x` and the scale are negated first.
-
-    Args:
-        x: float32, [n_blocks, block_size].
-        scale: float32, [n_blocks, 1] or [1, 1].
-        book: The codebook.
-        seed: 64 bits for stochastic rounding; None rounds to nearest.
-
-    Returns:
-        int64, [n_blocks, block_size].
+    Stochastic: with the neighbouring values `lo` and `hi`, `hi` with probability `(x / scale - lo)
+    / (hi - lo)`, within 2**-16; beyond the lowest and highest value, that value. NaN has code 0, as
+    have elements whose scale is Inf or NaN (stochastic: or 0). If the scale is negative, `x` and
+    the scale are negated first. `x` is [n_blocks, block_size] and `scale` [n_blocks, 1] or [1, 1],
+    both float32.
 
     Example:
         >>> x = torch.tensor([[0.25, 0.5, 0.9, 1.0]])
@@ -157,17 +113,11 @@ def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) ->
 
 
 def encode_drawn(x: Tensor, scale: Tensor, book: Codebook, u: Tensor) -> Tensor:
-    """Return the codes of `x / scale`, rounded up or down by comparison with `u`.
+    """Return the codes of `x / scale`, rounded up or down by comparison with `u` in (0, 1).
 
-    Args:
-        x: float32, [n_blocks, block_size].
-        scale: float32, [n_blocks, 1].
-        book: The codebook.
-        u: float32 in (0, 1), with the shape of `x`. An element is rounded up if its distance from
-            the lower neighbouring value exceeds this fraction of the gap.
-
-    Returns:
-        int64, [n_blocks, block_size]; 0 for NaN and elements without a usable scale.
+    An element is rounded up if its distance from the lower neighbouring value exceeds the fraction
+    `u` of the gap. NaN and elements without a usable scale have code 0. Shapes are those of
+    `encode`.
 
     Example:
         >>> x, u = torch.tensor([[0.3, 0.3]]), torch.tensor([[0.1, 0.9]])
@@ -183,14 +133,9 @@ def encode_drawn(x: Tensor, scale: Tensor, book: Codebook, u: Tensor) -> Tensor:
 
 
 def largest(blocks: Tensor, *, signed: bool) -> Tensor:
-    """Return the scales of blocks: each block's first element of largest magnitude.
+    """Return each block's first element of largest magnitude, with its sign or without, [n_blocks].
 
-    Args:
-        blocks: float32, [n_blocks, block_size].
-        signed: Whether the scale includes the element's sign.
-
-    Returns:
-        float32, [n_blocks]: +0 for a block of zeros, NaN if the block contains NaN.
+    The result is +0 for a block of zeros, and NaN if the block contains NaN.
 
     Example:
         >>> largest(torch.tensor([[1.0, -3.0, 3.0]]), signed=True)

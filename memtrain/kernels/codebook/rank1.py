@@ -21,11 +21,8 @@ from memtrain.kernels.codebook.values import Codebook
 def maxima(x: Tensor) -> Tensor:
     """Return the largest magnitude at each index of each dimension, over all other dimensions.
 
-    Args:
-        x: A float tensor with a dimension or more. NaN counts as the largest value.
-
-    Returns:
-        float32, [sum(x.shape)]: the maxima of dimension 0, then of dimension 1, and so on.
+    The result has the maxima of dimension 0, then of dimension 1, and so on: float32
+    [sum(x.shape)]. NaN counts as the largest value.
 
     Example:
         >>> maxima(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
@@ -41,13 +38,8 @@ def maxima(x: Tensor) -> Tensor:
 def columns(scale: Tensor, shape: Sequence[int], *, inverted: bool = False) -> Tensor:
     """Return the maxima of dimensions 1 and up, expanded to the flattened `shape[1:]`.
 
-    Args:
-        scale: float32, [sum(shape)], from `maxima`.
-        shape: The tensor's shape, with 2 dimensions or more.
-        inverted: Whether to return the largest reciprocal instead of the smallest maximum.
-
-    Returns:
-        float32, [prod(shape[1:])]: the smallest over the dimensions; NaN only if all are NaN.
+    Where dimensions differ, the smallest maximum counts (NaN only if all are NaN), or with
+    `inverted` the largest reciprocal.
 
     Example:
         >>> columns(torch.tensor([9.0, 1.0, 3.0, 2.0, 5.0]), (1, 2, 2))
@@ -67,23 +59,12 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
 
     The scale is `min over d of maxima_d`, and the normalised value `x * max over d of 1/maxima_d`
     (the reciprocal is 0 for maxima that are 0, subnormal or not finite). The code is the number of
-    midpoints below it: nearest, ties to the lower index. An element decodes to NaN or Inf only if
-    each of its dimensions contains a NaN or Inf.
-
-    Args:
-        x: A float tensor with 2 dimensions or more.
-        book: The codebook.
-        seed: 64 bits for stochastic rounding (see `quantize.encode`); None rounds to nearest.
+    midpoints below it: nearest, ties to the lower index; with a seed, rounding is stochastic. An
+    element decodes to NaN or Inf only if each of its dimensions contains a NaN or Inf.
 
     Returns:
         codes: uint8, [n_blocks, 128 * bits / 8], packed as by `bits.pack`.
         scale: float32, [sum(x.shape)], from `maxima`.
-
-    Raises:
-        ValueError: If `x` has fewer than 2 dimensions.
-
-    Memory:
-        bits / 8 + 4 * sum(shape) / numel bytes per element (0.002 of scales at 4096 x 4096).
 
     Example:
         >>> codes, scale = quantize(torch.ones(2, 3), Codebook("Linear", 4, signed=False))
@@ -106,32 +87,14 @@ def encode(
     seed: int | None = None,
     run: Callable[..., Tensor] = quantize_scaled,
 ) -> Tensor:
-    """Return the codes of `quantize` for known maxima, such as those of the whole of a part.
-
-    Args:
-        x: A float tensor with 2 dimensions or more.
-        scale: float32, [sum(x.shape)], from `maxima`.
-        book: The codebook.
-        seed: As for `quantize`.
-        run: `quantize_scaled`, or its reference.
-
-    Memory:
-        4 bytes per element during the call.
-    """
+    """Return the codes of `quantize` for known maxima, such as those of a whole tensor."""
     rows = inverse(scale[: x.shape[0]]).unsqueeze(1)
     scaled = torch.maximum(rows, columns(scale, x.shape, inverted=True))
     return run(scaled.mul_(x.detach().float().reshape(scaled.shape)), book, seed)
 
 
 def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[int]) -> Tensor:
-    """Invert `quantize` for a tensor's shape: `value[code] * min over d of maxima_d`, float32.
-
-    Example:
-        >>> x, book = torch.tensor([[1.0, 2.0], [2.0, 4.0]]), Codebook("Linear", 4, signed=False)
-        >>> dequantize(*quantize(x, book), book, shape=(2, 2))
-        tensor([[1., 2.],
-                [2., 4.]])
-    """
+    """Invert `quantize` for a tensor's shape: `value[code] * min over d of maxima_d`, float32."""
     return _decode(codes, scale, book, shape, dequantize_blocks)
 
 

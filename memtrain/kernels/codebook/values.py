@@ -35,19 +35,14 @@ class Codebook(NamedTuple):
 
 
 def float_bits(name: str, *, signed: bool) -> int | None:
-    """Return the bits of a small-float codebook, or None for other codebooks.
-
-    Example:
-        >>> float_bits("E2M1", signed=True), float_bits("DE", signed=True)
-        (4, None)
-    """
+    """Return the bits of a small-float codebook, or None for other codebooks."""
     match = _FLOAT.fullmatch(name)
     return int(match[1]) + int(match[2]) + signed if match else None
 
 
 @cache
 def codebook(name: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
-    """Return the ascending values of codes, before scaling.
+    """Return the 2**bits ascending values of codes, before scaling.
 
     Args:
         name: `"DE"` (dynamic exponent: each decade below 1 has twice the values of the next lower
@@ -59,17 +54,12 @@ def codebook(name: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
         bits: Bits per code, 2 to 8. Small floats allow only their own bits.
         signed: Whether negative values are needed. Signed DE has +1 and no -1.
 
-    Returns:
-        2**bits values.
-
     Raises:
         ValueError: If the name is unknown, DE-0 is signed, or a small float has other bits.
 
     Example:
         >>> codebook("DE", signed=True)[:3]
         (-0.8875, -0.6625, -0.4375)
-        >>> codebook("Linear", bits=2, signed=False)
-        (0.25, 0.5, 0.75, 1.0)
 
     Reference:
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861 (DE);

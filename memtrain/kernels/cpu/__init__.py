@@ -19,7 +19,7 @@ FLOAT_TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """The loaded C++ library, or None (with one warning) where it was not built of its sources."""
+    """Return the C++ library, or None (with one warning) if it was not built from its sources."""
     loaded = ctypes.CDLL(str(PATH)) if PATH.exists() else None
     if loaded is not None and digest() in ("", _built_of(loaded)):
         return loaded
@@ -46,12 +46,7 @@ def _built_of(loaded: ctypes.CDLL) -> str:
 def call(name: str, *arguments: Tensor | int | float | None) -> None:
     """Call `name` of the C++ library with a struct: tensors as addresses, then torch's threads.
 
-    Args:
-        name: An exported symbol.
-        *arguments: The fields of its struct but the last, in order; `None` is a null pointer.
-
-    Raises:
-        RuntimeError: If the library was not built.
+    `None` is a null pointer.
     """
     if library() is None:
         raise RuntimeError(f"the C++ library with {name!r} was not built")
@@ -63,19 +58,11 @@ def call(name: str, *arguments: Tensor | int | float | None) -> None:
 
 @cache
 def packed(name: str, fields: str) -> tuple[Callable[[bytes], None], Callable[..., bytes]]:
-    """A function of the C++ library, for calls that take little longer than `call`.
+    """Return a function of the C++ library, and the packer of its struct for the given fields.
 
-    `ctypes` takes longer to convert an argument than a small kernel to work on a block, so each
-    function takes its arguments as one struct of 8-byte numbers.
-
-    Args:
-        name: An exported symbol of the library, which must be there.
-        fields: Of the struct, as `struct` has them.
-
-    Returns:
-        run: The function, to be given what `pack` made.
-        pack: Makes the struct of its fields; tensors whose addresses are among them must outlive
-            the call.
+    `ctypes` takes longer to convert an argument than a small kernel to process a block, so each
+    function takes its arguments as one struct of 8-byte numbers. Tensors whose addresses are in the
+    struct must outlive the call.
     """
     function = getattr(library(), name)
     function.restype = None

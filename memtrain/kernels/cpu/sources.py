@@ -7,12 +7,7 @@ FOLDER = Path(__file__).parent
 
 
 def digest() -> str:
-    """16 hexadecimal digits of the names and contents of all C++ sources; empty if there are none.
-
-    Example:
-        >>> len(digest())
-        16
-    """
+    """Return 16 hexadecimal digits of the C++ sources' names and contents; empty if none."""
     paths = sorted(path for kind in ("*.cpp", "*.h") for path in FOLDER.rglob(kind))
     found = hashlib.sha256()
     for path in paths:

@@ -34,31 +34,19 @@ _SIZES = tuple(2**bits for bits in range(1, 9))
 def encode(
     x: Tensor, boundaries: Sequence[float], *, parity: str = "plain", shift: float = 0.0
 ) -> Tensor:
-    """Pack the code of every element of `x`.
+    """Pack the code of every element of `x`, in logical order; float64 is rounded to float32 first.
 
-    Args:
-        x: float32, bfloat16, float16 or float64 (rounded to float32 first), any shape, read in
-            logical order.
-        boundaries: 2**bits - 1 ascending numbers, 1 to 8 bits; 2 for a band. Rounded to float32.
-        parity: `"plain"`, `"even"` or `"band"`.
-        shift: Subtracted from `x` first; rounded to float32.
+    There are 2**bits - 1 ascending boundaries, 1 to 8 bits, or 2 for a band. The boundaries and
+    `shift`, which is subtracted from `x`, are rounded to float32.
 
     Returns:
         uint8, [ceil(numel / 256), 32 * bits]. NaN has code 0, -Inf the first code and +Inf the
         last (`"even"`: both the last; `"band"`: both 0, for finite bounds).
 
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If the parity or the number of boundaries is not allowed.
-
-    Memory:
-        bits / 8 bytes per element, padded to whole blocks of 256 elements.
-
     Example:
         >>> codes = encode(torch.tensor([-1.0, 0.0, 2.0]), [0.0])
         >>> codes.shape, decode(codes, [0.0, 1.0], 3)
         (torch.Size([1, 32]), tensor([0., 0., 1.]))
-
     """
     if is_plain_cpu(x):
         return _encoder(tuple(boundaries), parity, shift, x.dtype)(x.contiguous())
@@ -70,20 +58,9 @@ def encode(
 def decode(
     codes: Tensor, levels: Sequence[float], n: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Return the levels of codes, `dtype` [n].
+    """Return the levels of contiguous codes, `dtype` [n].
 
-    Args:
-        codes: uint8 from `encode`, contiguous.
-        levels: 2**bits numbers.
-        n: Number of elements.
-        dtype: Dtype of the result. Levels are rounded to float32 (not for float64), then to it.
-
-    Raises:
-        ValueError: If the number of levels is not allowed.
-
-    Example:
-        >>> decode(encode(torch.tensor([-1.0, 3.0]), [0.0]), [0.25, 0.5], 2)
-        tensor([0.2500, 0.5000])
+    Levels are rounded to float32 (not for float64), then to the dtype.
     """
     bits_of(len(levels), 0)
     run = _levels if is_plain(codes) else _levels_op
@@ -93,20 +70,10 @@ def decode(
 def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     """Return `grad` times the level of each code, in one pass.
 
-    Args:
-        grad: float32, bfloat16, float16 or float64, dense, with elements in the memory order of the
-            codes.
-        codes: uint8 from `encode`, contiguous.
-        levels: 2**bits numbers, rounded to float32 (not for float64).
-
-    Returns:
-        A tensor like `grad`, with its strides. The product is computed in float32 (float64 for
-        float64) and rounded once. NaN and Inf in `grad` follow IEEE rules. If the encoded x was
-        NaN, the result is the finite `grad * levels[0]`; the forward value is NaN.
-
-    Raises:
-        TypeError: If `grad` has another dtype.
-        ValueError: If the number of levels is not allowed.
+    The gradient is dense, with elements in the memory order of the codes. The result has its
+    strides. The product is computed in float32 (float64 for float64) and rounded once. NaN and Inf
+    in `grad` follow IEEE rules. If the encoded x was NaN, the result is the finite `grad *
+    levels[0]`; the forward value is NaN.
 
     Example:
         >>> codes = encode(torch.tensor([-1.0, 3.0]), [0.0])

@@ -55,12 +55,7 @@ _IN_PLACE: dict[str, Function] = {
 
 
 def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
-    """Return the value of a nonlinearity.
-
-    Args:
-        function: A name in `FUNCTIONS`.
-        x: A float tensor.
-        parameters: The first of torch's arguments after `x`, or none for torch's defaults.
+    """Return the value of a nonlinearity, with the first of torch's arguments after `x`.
 
     Example:
         >>> value("clamp", torch.tensor([-1.0, 3.0]), (0.0, 2.0))
@@ -70,13 +65,7 @@ def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
 
 
 def overwrite(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
-    """Write the value over `x`, by torch's own in-place op if it has one.
-
-    Example:
-        >>> x = torch.tensor([-1.0, 3.0])
-        >>> overwrite("relu", x) is x, x.tolist()
-        (True, [0.0, 3.0])
-    """
+    """Write the value over `x`, by torch's own in-place op if it has one."""
     if function in _IN_PLACE:
         return _IN_PLACE[function](x, *parameters)
     return x.copy_(value(function, x, parameters))

@@ -3,12 +3,12 @@
 import re
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import frexp
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels.floats import rounding as floats
+from memtrain.kernels.floats import rounding
+from memtrain.kernels.floats.rounding import FormatFields
 
 _WIDTHS = re.compile(r"1-(\d{1,2})-(\d{1,2})(?:\+(\d{1,3}))?")
 ROUNDINGS = ("away", "even", "stochastic")
@@ -29,8 +29,7 @@ class FloatFormat:
     Attributes:
         exponent_bits: E, 1 or more; with the sign and the mantissa 3 to 16 bits.
         mantissa_bits: M, 0 or more.
-        bias: Added to the usual bias 2**(E-1) - 1, which divides numbers by 2**bias. None chooses
-            the bias per tensor, see `fitted`.
+        bias: Added to the usual bias 2**(E-1) - 1, which divides numbers by 2**bias.
         overflow: The result for numbers that round past the largest: `"saturate"`, the largest with
             their sign (for Inf, too), or `"inf"`, Inf (NaN if `specials="nan"`).
         rounding: To nearest with ties `"away"` from zero or to `"even"` codes, or `"stochastic"`,
@@ -60,7 +59,7 @@ class FloatFormat:
 
     exponent_bits: int
     mantissa_bits: int
-    bias: int | None = 0
+    bias: int = 0
     overflow: str = "saturate"
     rounding: str = "away"
     specials: str = "none"
@@ -81,12 +80,10 @@ class FloatFormat:
         low, high, widest = self._biases()
         if low > max(high, widest):
             raise ValueError(f"exponent_bits={self.exponent_bits}: a range beyond float32's")
-        if self.bias is None:
-            return
         if type(self.bias) is not int or not (
             low <= self.bias <= high or low <= self.bias == widest
         ):
-            raise ValueError(f"bias={self.bias!r}; allowed: {low} to {high}, {widest} or None")
+            raise ValueError(f"bias={self.bias!r}; allowed: {low} to {high}, or {widest}")
 
     @property
     def bits(self) -> int:
@@ -96,7 +93,7 @@ class FloatFormat:
     @property
     def max(self) -> float:
         """The largest finite number."""
-        return self._number(self._limit())
+        return self.layout.number(self._limit())
 
     @property
     def min_normal(self) -> float:
@@ -115,45 +112,14 @@ class FloatFormat:
         Halfway from the largest number to the next number of a larger format; for stochastic
         rounding, which may overflow in between, that next number.
         """
-        largest, following = self.max, self._number(self._limit() + 1)
+        largest, following = self.max, self.layout.number(self._limit() + 1)
         return following if self.rounding == "stochastic" else (largest + following) / 2
 
-    def fitted(self, x: Tensor) -> "FloatFormat":
-        """Return the format with the bias for a tensor: floor(2**(E-1) - log2 max|x|).
-
-        Without special codes the top binade then contains the largest magnitude or starts at it.
-        With special codes the largest magnitude may overflow. NaN and Inf in `x` are ignored. The
-        bias is 0 for zeros, and clamped to float32's range. One number is read from the device.
-
-        Args:
-            x: float32, bfloat16 or float16, any shape.
-
-        Example:
-            >>> FloatFormat(4, 3, bias=None).fitted(torch.tensor([100.0])).bias
-            1
-        """
-        finite = torch.where(x.detach().isfinite(), x.detach(), 0.0)
-        largest = float(finite.abs().amax()) if x.numel() else 0.0
-        if not largest:
-            return replace(self, bias=0)
-        fraction, exponent = frexp(largest)  # 0.5 <= fraction < 1
-        bias = (1 << (self.exponent_bits - 1)) - exponent + (fraction == 0.5)
-        low, high, _ = self._biases()
-        return replace(self, bias=min(max(bias, low), max(high, low)))
-
     def round(self, x: Tensor, *, seed: int = 0) -> Tensor:
-        """Return the rounded numbers in the dtype of `x`.
+        """Return the rounded numbers of a float32, bfloat16 or float16 tensor, in its dtype.
 
-        Args:
-            x: float32, bfloat16 or float16, any shape and strides.
-            seed: The seed of stochastic rounding, 64 bits, signed or not.
-
-        Returns:
-            A tensor like `x`. NaN stays NaN and -0 stays -0. The largest number is the largest that
-            both the format and the dtype represent.
-
-        Raises:
-            TypeError: If `x` is of another dtype.
+        NaN stays NaN and -0 stays -0. The largest number is the largest that both the format and
+        the dtype represent. `seed` has 64 bits and is used by stochastic rounding.
 
         Example:
             >>> FP8_BACKWARD.round(torch.tensor([1.1, 2e5]))
@@ -168,8 +134,7 @@ class FloatFormat:
             >>> FP8_FORWARD.round_count(torch.tensor([1.0, 30.9, 31.0, -torch.inf]))[1]
             tensor(2)
         """
-        form = self.fitted(x) if self.bias is None else self
-        return floats.round_count(x, form.layout, seed)
+        return rounding.round_count(x, self.layout, seed)
 
     def round_count_(self, x: Tensor, *, seed: int = 0) -> Tensor:
         """Round in place; return the number of overflows (int64, []).
@@ -179,58 +144,35 @@ class FloatFormat:
             >>> FP8_FORWARD.round_count_(x), x
             (tensor(1), tensor([ 1.1250, 30.0000]))
         """
-        form = self.fitted(x) if self.bias is None else self
-        return floats.round_count_(x, form.layout, seed)
+        return rounding.round_count_(x, self.layout, seed)
 
     def encode(self, x: Tensor, *, seed: int = 0) -> Tensor:
-        """Return the codes of the rounded numbers.
+        """Return the codes of the rounded numbers, uint8, or int16 for more than 8 bits.
 
         Results of `round` are encoded exactly, except -0 (0) and Inf (NaN) for formats without
         special codes. The code of NaN has no sign.
-
-        Args:
-            x: float32, bfloat16 or float16, any shape and strides.
-            seed: The seed of stochastic rounding, 64 bits, signed or not.
-
-        Returns:
-            uint8, or int16 (the code's bits) for more than 8 bits, with the shape of `x`.
-
-        Raises:
-            TypeError: If `x` has another dtype.
-            ValueError: If the bias is None, which the decoding must know: call `fitted` first.
 
         Example:
             >>> FP8_FORWARD.encode(torch.tensor([1.0, -30.0, torch.nan]))
             tensor([ 88, 255, 128], dtype=torch.uint8)
         """
-        return floats.encode_count(x, self.layout, seed)[0]
+        return rounding.encode(x, self.layout, seed)
 
     def decode(self, codes: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-        """Return the numbers of codes.
-
-        Args:
-            codes: uint8 or int16, from `encode`.
-            dtype: float32 (exact), bfloat16 or float16 (rounded to nearest, ties to even).
-
-        Returns:
-            `dtype`, with the shape of the codes.
-
-        Raises:
-            TypeError: If a dtype is not allowed.
-            ValueError: If the bias is None.
+        """Return the numbers of codes in float32, or rounded to bfloat16 or float16.
 
         Example:
             >>> FP8_FORWARD.decode(torch.tensor([88, 255], dtype=torch.uint8))
             tensor([  1., -30.])
         """
-        return floats.decode(codes, self.layout, dtype)
+        return rounding.decode(codes, self.layout, dtype)
 
     @cached_property
-    def layout(self) -> floats.FormatFields:
+    def layout(self) -> FormatFields:
         """The format's fields for the kernels."""
         mark, limit = 1 << (self.bits - 1), self._limit()
         top = mark - (1 << self.mantissa_bits) // 2  # IEEE's NaN
-        return floats.FormatFields(
+        return FormatFields(
             width=self.bits,
             mantissa_bits=self.mantissa_bits,
             least=self._least(),
@@ -248,15 +190,7 @@ class FloatFormat:
 
     def _least(self) -> int:
         """Return the exponent of the smallest normal number."""
-        if self.bias is None:
-            raise ValueError("bias=None is a bias per tensor; choose it with fitted(x) first")
         return 2 - (1 << (self.exponent_bits - 1)) - self.bias
-
-    def _number(self, code: int) -> float:
-        exponent, mantissa = divmod(code, 1 << self.mantissa_bits)
-        leading = 1 << self.mantissa_bits if exponent else 0
-        scale = self._least() + max(exponent, 1) - 1 - self.mantissa_bits
-        return (leading + mantissa) * 2.0**scale
 
     def _biases(self) -> tuple[int, int, int]:
         """Return the bias's range with normal float32 numbers only, and that of float32's range."""
@@ -313,11 +247,11 @@ def named_format(name: str) -> FloatFormat:
         >>> named_format("fp8_forward:stochastic").rounding
         'stochastic'
     """
-    form, colon, rounding = name.partition(":")
+    form, colon, how = name.partition(":")
     if colon:
-        if rounding not in ROUNDINGS:
-            raise ValueError(f"format {name!r}: {rounding!r}; allowed: {', '.join(ROUNDINGS)}")
-        return replace(named_format(form), rounding=rounding)
+        if how not in ROUNDINGS:
+            raise ValueError(f"format {name!r}: {how!r}; allowed: {', '.join(ROUNDINGS)}")
+        return replace(named_format(form), rounding=how)
     if name in FORMATS:
         return FORMATS[name]
     if not (match := _WIDTHS.fullmatch(name)):

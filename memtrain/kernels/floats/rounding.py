@@ -55,36 +55,25 @@ class FormatFields(NamedTuple):
     saturate: int
     rounding: int
 
+    def number(self, code: int) -> float:
+        """Return the number of a finite magnitude code."""
+        exponent, mantissa = divmod(code, 1 << self.mantissa_bits)
+        leading = 1 << self.mantissa_bits if exponent else 0
+        scale = self.least + max(exponent, 1) - 1 - self.mantissa_bits
+        return (leading + mantissa) * 2.0**scale
+
 
 def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Round `x` to a format, and count overflows, in one pass.
+    """Round `x` to a format, and count overflows, in one pass: `FloatFormat.round_count`.
 
     Magnitudes are rounded as if the format had no largest number; results above it overflow. The
-    largest number is the largest that both the format and the dtype of `x` represent.
-
-    Subnormals are exact, -0 stays -0, and NaN stays NaN and is not counted. Inf overflows.
+    largest number is the largest that both the format and the dtype of `x` represent. Subnormals
+    are exact, -0 stays -0, and NaN stays NaN and is not counted. Inf overflows. The result has the
+    strides of `x` if `x` is dense.
 
     Stochastic rounding takes the next number away from zero with the probability of the lost part,
     rounded to a multiple of 2**-16, ties up (exact for normal numbers with 7 mantissa bits or
     more).
-
-    Args:
-        x: float32, bfloat16 or float16, any shape and strides.
-        layout: The format.
-        seed: The seed of stochastic rounding, 64 bits, signed or not.
-
-    Returns:
-        y: A tensor like `x`, with its strides if it is dense.
-        count: int64, []: the number of overflows.
-
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If `seed` has more than 64 bits.
-
-    Example:
-        >>> fp8 = FormatFields(8, 3, -10, 127, -1, 128, 1, 0)
-        >>> round_count(torch.tensor([1.0625, 31.0]), fp8)
-        (tensor([ 1.1250, 30.0000]), tensor(1))
     """
     _check(x, DTYPES)
     run = _round if is_plain(x) else _round_op
@@ -92,38 +81,19 @@ def round_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor,
 
 
 def round_count_(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
-    """Round in place, with half of the memory traffic of `round_count`.
-
-    Elements of `x` may not overlap. Returns the number of overflows, int64 [].
-
-    Example:
-        >>> x = torch.tensor([1.0625, 31.0])
-        >>> round_count_(x, FormatFields(8, 3, -10, 127, -1, 128, 1, 0)), x
-        (tensor(1), tensor([ 1.1250, 30.0000]))
-    """
+    """Round in place, with half of the memory traffic; elements of `x` may not overlap."""
     _check(x, DTYPES)
     run = _round_inplace if is_plain(x) else _round_inplace_op
     return run(x, layout, philox.signed(seed))
 
 
-def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Round `x` to a format's codes, and count overflows.
+def encode(x: Tensor, layout: FormatFields, seed: int = 0) -> Tensor:
+    """Round as `round_count`, but to all numbers of the format, and return codes.
 
-    Rounds as `round_count`, but to all numbers of the format, whatever the dtype of `x`.
-
-    Returns:
-        codes: uint8, or int16 (the code's bits) for widths above 8, with the shape of `x`.
-        count: int64, []: the number of overflows.
-
-    Memory:
-        1 or 2 bytes per element; about 20 during the call.
-
-    Example:
-        >>> encode_count(torch.tensor([1.0, -30.0]), FormatFields(8, 3, -10, 127, -1, 128, 1, 0))[0]
-        tensor([ 88, 255], dtype=torch.uint8)
+    Codes take 1 or 2 bytes per element, and the call about 20.
     """
     _check(x, DTYPES)
-    y, count = round_count(x.float(), layout, seed)
+    y, _ = round_count(x.float(), layout, seed)
     # Numbers of the format are their own nearest numbers for every rounding.
     bits, code = _magnitude_codes(y, layout._replace(rounding=AWAY), 0)
     magnitude, mark = bits & 0x7FFFFFFF, 1 << (layout.width - 1)
@@ -131,28 +101,11 @@ def encode_count(x: Tensor, layout: FormatFields, seed: int = 0) -> tuple[Tensor
     code = torch.where(magnitude == _INF, layout.infinity, code).masked_fill_(nan, layout.nan)
     # Casts to float32 may drop a NaN's sign, depending on its position.
     signed = (bits < 0) & (magnitude <= _INF) & ((code > 0) | (layout.nan != mark))
-    return _to_codes(torch.where(signed, code | mark, code), layout), count
+    return _to_codes(torch.where(signed, code | mark, code), layout)
 
 
 def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the numbers of codes.
-
-    Args:
-        codes: uint8 or int16, from `encode_count`, any shape and strides.
-        layout: The format.
-        dtype: float32 (exact), bfloat16 or float16 (rounded to nearest, ties to even).
-
-    Returns:
-        `dtype`, with the shape of the codes.
-
-    Raises:
-        TypeError: If a dtype is not allowed.
-
-    Example:
-        >>> codes = torch.tensor([88, 255, 128], dtype=torch.uint8)
-        >>> decode(codes, FormatFields(8, 3, -10, 127, -1, 128, 1, 0))
-        tensor([  1., -30.,  nan])
-    """
+    """Return the numbers of codes in a dtype of `DTYPES`, rounded to nearest, ties to even."""
     _check(codes, (code_dtype(layout.width),))
     if dtype not in DTYPES:
         raise TypeError(f"dtype {dtype} is not allowed; allowed: {', '.join(map(str, DTYPES))}")
@@ -163,14 +116,6 @@ def decode(codes: Tensor, layout: FormatFields, dtype: torch.dtype = torch.float
 def code_dtype(width: int) -> torch.dtype:
     """Return the dtype of codes with so many bits."""
     return torch.uint8 if width <= 8 else torch.int16
-
-
-def _bits_of(code: int, layout: FormatFields) -> int:
-    """Return `_value_bits` of one code, without a tensor that a fake mode would intercept."""
-    exponent, mantissa = divmod(code, 1 << layout.mantissa_bits)
-    leading = 1 << layout.mantissa_bits if exponent else 0
-    scale = layout.least + max(exponent, 1) - 1 - layout.mantissa_bits
-    return unpack("i", pack("f", (leading + mantissa) * 2.0**scale))[0]
 
 
 @lru_cache
@@ -186,7 +131,7 @@ def limits(layout: FormatFields, dtype: torch.dtype) -> tuple[int, int]:
     significant = mantissa_bits + 1 if normal else limit.bit_length()
     limit &= -1 << max(0, significant - _PRECISION[dtype])
     if layout.saturate:
-        return limit, _bits_of(limit, layout)
+        return limit, unpack("i", pack("f", layout.number(limit)))[0]
     is_infinite = layout.infinity >= 0 or layout.nan == 1 << (layout.width - 1)
     return limit, _INF if is_infinite else _NAN
 
@@ -307,10 +252,7 @@ def _signed(bits: Tensor, sign: Tensor) -> Tensor:
 def draws(x: Tensor, seed: int, first: int = 0) -> Tensor:
     """Return 16 random bits per element, int64, in the memory order of `x`.
 
-    Args:
-        x: A tensor, whose values are not read.
-        seed: 64 bits.
-        first: Number of preceding blocks of `BLOCK` elements.
+    `first` is the number of preceding blocks of `BLOCK` elements.
     """
     blocks = -(-x.numel() // BLOCK)
     u = philox.uniform_blocks(blocks, BLOCK, seed, x.device, first).view(-1)[: x.numel()]

@@ -33,9 +33,9 @@ def group_quantize(
     `x` is read in logical order, in groups of `group_size` elements; all arithmetic is float32. A
     group's bounds are first rounded outwards to bfloat16 (float32 bounds are not rounded), and then
     used to encode and to decode, so that stochastic rounding is unbiased. (ActNN encodes with
-    unrounded bounds, which is biased.) With `step = (hi - lo) / (2**bits - 1)`,
-    `code = floor((x - lo) / step + u)`, where `u` is 0.5 (nearest, half up) or uniform with 16
-    random bits (stochastic; see `philox.uniform_pairs`).
+    unrounded bounds, which is biased.) With `step = (hi - lo) / (2**bits - 1)`, `code = floor((x -
+    lo) / step + u)`, where `u` is 0.5 (nearest, half up) or uniform with 16 random bits
+    (stochastic; see `philox.uniform_pairs`).
 
     Special values:
 
@@ -46,10 +46,7 @@ def group_quantize(
       `+Inf` decodes to `hi`, `-Inf` and NaN to `lo`: a gradient that meets them is 0 (a mask) or
       comes from a loss that is not finite. A group without finite elements decodes to NaN.
     - A finite outlier, such as a mask of -1e9, is a bound: the codes of its group stay unbiased,
-      with a wide step. If an op does not need the tail, the caller clamps it
-      (`compressors/log_group.py`).
-
-    The padding of the last group has codes 0.
+      with a wide step. If an op does not need the tail, the compressor clamps it (`Group.floor`).
 
     Args:
         x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a
@@ -63,13 +60,8 @@ def group_quantize(
 
     Returns:
         codes: uint8, [n_groups, group_size * bits / 8], with the layout of `kernels.packing.bits`.
+            The padding of the last group has codes 0.
         bounds: (lo, hi) of each group, bfloat16 or float32, [n_groups, 2].
-
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If `bits`, `group_size` or `seed` is out of range.
-    Memory:
-        bits / 8 + 4 / group_size bytes per element (bfloat16 bounds), the last group whole.
 
     Example:
         >>> codes, bounds = group_quantize(torch.arange(8.0), bits=8, group_size=8)
@@ -94,28 +86,9 @@ def group_dequantize(
 ) -> Tensor:
     """Invert `group_quantize`: `lo + code * step` in float32, then cast to `dtype`.
 
-    A bound that was rounded outwards may exceed float16's largest number, 65504. Larger values
-    decode to 65504.
-
-    Args:
-        codes: uint8, [n_groups, group_size * bits / 8].
-        bounds: bfloat16 or float32, [n_groups, 2].
-        bits: Bits per code, 1 to 8.
-        group_size: Elements per group.
-        numel: Number of elements of the result, or its shape.
-        dtype: Dtype of the result: float32, bfloat16, float16 or float64.
-
-    Returns:
-        `dtype`, [numel] or the shape, within a step of the quantised tensor (nearest: half a step).
-
-    Raises:
-        TypeError: If `dtype` is not allowed.
-        ValueError: If a size does not fit.
-
-    Example:
-        >>> codes, bounds = group_quantize(torch.arange(8.0), bits=8, group_size=8)
-        >>> group_dequantize(codes, bounds, bits=8, group_size=8, numel=8).round()
-        tensor([0., 1., 2., 3., 4., 5., 6., 7.])
+    The result has `numel` elements, or `numel` as its shape, each within a step of the quantised
+    tensor (nearest: half a step). A bound that was rounded outwards may exceed float16's largest
+    number, 65504. Larger values decode to 65504.
     """
     if is_plain(codes):
         return _dequantize(codes, bounds, bits, group_size, numel, dtype)
@@ -231,17 +204,11 @@ def _empty(
 def kernel_of(
     x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], int] | None:
-    """Return a specialized `group_quantize` kernel, or None without any.
+    """Return a specialized `group_quantize` kernel and its payload's bytes, or None.
 
-    The dispatch and the checks of a call take longer than the kernel of a small tensor. The
-    kernel is valid while `dispatch.is_ordinary()`.
-
-    `x` is dense and read in memory order, or a matrix with gaps between its rows. Other
-    arguments are those of `group_quantize`.
-
-    Returns:
-        quantize: `(tensor like x, seed)` -> codes and bounds.
-        nbytes: Bytes of codes and bounds.
+    The dispatch and the checks of a call take longer than the kernel of a small tensor. `x` is
+    dense and read in memory order, or a matrix with gaps between its rows. The kernel takes a
+    tensor like `x` and a seed. It is valid while `dispatch.is_ordinary()`.
     """
     chosen = choose(x)
     if chosen == "reference" or not is_plain(x) or _copied(x, chosen, group_size):

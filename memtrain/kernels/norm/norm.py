@@ -5,7 +5,7 @@ writes and reads a tensor of its size besides.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,30 +24,16 @@ MAX_ROW = 16384
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class Codes(NamedTuple):
-    """The quantiser of the normalised input: arguments of `group_quantize`."""
-
-    bits: int = 4
-    group_size: int = 256
-    seed: int = 0
-    stochastic: bool = True
-    wide: bool = False
-
-
+Codes = tuple[int, int, int, bool, bool]
+"""Arguments of `group_quantize` for x_hat: bits, group size, seed, stochastic, wide."""
 _KNOWN = {"cpu": (torch.float32, torch.bfloat16), "triton": _DTYPES}
 
 
 def fits(x: Tensor, size: int, group_size: int) -> bool:
-    """Return whether `norm_quantize` has a kernel for a call.
+    """Return whether `norm_quantize` has a kernel for rows of `size` elements.
 
-    Args:
-        x: The norm's input.
-        size: Elements of a row.
-        group_size: The group size of the quantiser.
-
-    Returns:
-        True if rows are whole groups of at most `MAX_ROW` elements, the group size is a multiple of
-        8, `x` is contiguous, and its device has a kernel for its dtype.
+    Rows must be whole groups of at most `MAX_ROW` elements, the group size a multiple of 8, and `x`
+    contiguous with a dtype of its device's kernel.
 
     Example:
         >>> fits(torch.ones(4, 512), 512, 256), fits(torch.ones(4, 48), 48, 256)
@@ -68,40 +54,25 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     *,
     centred: bool = True,
     narrow: bool = False,
-    codes: Codes = Codes(),  # noqa: B008 (a frozen value)
+    codes: Codes = (4, 256, 0, True, False),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise the rows of `x`, and quantise `x_hat` without storing it.
 
-    In float32, for each row: `mean = sum(x) / size` (0 unless `centred`), `d = x - mean`,
-    `rstd = 1 / sqrt(sum(d * d) / size + eps)`, `x_hat = d * rstd`, `y = x_hat * weight + bias`.
-    The reference and the C++ kernel add in the same order (`LANES`) and are equal; Triton adds in
-    another order. A NaN or an Inf makes its own row NaN.
-
-    Args:
-        x: float32, bfloat16 or float16, contiguous, rows of `size` elements.
-        size: Elements of a row, a multiple of the group size, at most `MAX_ROW`.
-        weight: [size], or None for ones.
-        bias: [size], or None for zeros.
-        eps: Added to the mean square.
-        centred: Whether this is layer norm, else RMS norm.
-        narrow: Whether x_hat is rounded to the dtype of `x` before the product, as in Llama's norm.
-        codes: The quantiser of the float32 x_hat.
+    In float32, for each row: `mean = sum(x) / size` (0 unless `centred`), `d = x - mean`, `rstd = 1
+    / sqrt(sum(d * d) / size + eps)`, `x_hat = d * rstd`, `y = x_hat * weight + bias`. The reference
+    and the C++ kernel add in the same order (`LANES`) and are equal; Triton adds in another order.
+    A NaN or an Inf makes its own row NaN. With `narrow`, x_hat is rounded to the dtype of `x`
+    before the product, as in Llama's norm.
 
     Returns:
         y: Shape and dtype of `x`.
         rstd: float32, [rows].
-        codes: Codes of `group_quantize(x_hat)`.
-        bounds: Bounds of `group_quantize(x_hat)`.
-
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If a size does not fit, or the seed of `codes` has more than 64 bits.
-    Memory:
-        bits / 8 + 4 / group_size bytes per element, 4 per row, and y.
+        codes: Codes of `group_quantize(x_hat, *codes)`, with the float32 x_hat.
+        bounds: Bounds of `group_quantize(x_hat, *codes)`.
 
     Example:
         >>> x = torch.tensor([[1.0, 3.0, 1, 3, 1, 3, 1, 3]])
-        >>> y, rstd, *_ = norm_quantize(x, 8, eps=0.0, codes=Codes(group_size=8))
+        >>> y, rstd, *_ = norm_quantize(x, 8, eps=0.0, codes=(4, 8, 0, True, False))
         >>> y.tolist(), rstd.tolist()
         ([[-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]], [1.0])
     """
@@ -131,9 +102,7 @@ def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     x_hat = d * rstd
     value = x_hat.to(x.dtype).float() if narrow else x_hat
     y = (value * weight + bias).to(x.dtype)
-    packed, bounds = group.quantize_reference(
-        x_hat, codes.bits, codes.group_size, codes.seed, codes.stochastic, codes.wide
-    )
+    packed, bounds = group.quantize_reference(x_hat, *codes)
     return y.view(x.shape), rstd.view(-1), packed, bounds
 
 
@@ -169,8 +138,8 @@ def _check(x: Tensor, size: int, parameters: Sequence[Tensor | None], group_size
 def _empty(
     x: Tensor, size: int, weight: Tensor | None, bias: Tensor | None, *options: Any
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes = Codes(*options[3:])  # the first are eps, centred and narrow
-    _check(x, size, (weight, bias), codes.group_size)
+    codes = options[3:]  # the first are eps, centred and narrow
+    _check(x, size, (weight, bias), codes[1])
     rstd = x.new_empty(x.numel() // size, dtype=torch.float32)
     return torch.empty_like(x), rstd, *group._empty(x, *codes)
 
@@ -183,30 +152,25 @@ def _norm(
     eps: float,
     centred: bool,
     narrow: bool,
-    *options: int,
+    *codes: Any,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    codes = Codes(*options)  # pyright: ignore[reportArgumentType]
     flags = (eps, centred, narrow)
     y, rstd, packed, bounds = _empty(x, size, weight, bias, *flags, *codes)
     weight = x.new_ones(size, dtype=torch.float32) if weight is None else _flat(weight)
     bias = x.new_zeros(size, dtype=torch.float32) if bias is None else _flat(bias)
     chosen = choose(x)
-    if chosen == "reference":
+    if x.dtype not in _KNOWN.get(chosen, ()):
         return reference(x, size, weight, bias, *flags, codes)
     if chosen == "triton":
         from memtrain.kernels.norm import norm_triton
 
         norm_triton.quantize(x, weight, bias, y, rstd, packed, bounds, size, *flags, codes)
-        return y, rstd, packed, bounds
-    wide = x if x.dtype == torch.bfloat16 else x.float()
-    out = y if y.dtype == wide.dtype else torch.empty_like(wide)
-    if narrow and out is not y:
-        raise TypeError("float16 with narrow=True; allowed on the CPU: bfloat16, float32")
-    sizes = (rstd.numel(), size, float(eps), centred, narrow)
-    bounds_of = (packed, bounds, codes.wide, *codes[:-1])
-    is_bf16 = wide.dtype == torch.bfloat16
-    cpu.call("mt_norm_quantize", wide, is_bf16, weight, bias, out, rstd, *sizes, *bounds_of)
-    return y if out is y else y.copy_(out), rstd, packed, bounds
+    else:
+        sizes, *options, wide = (rstd.numel(), size, float(eps), centred, narrow), *codes
+        is_bf16 = x.dtype == torch.bfloat16
+        arguments = (x, is_bf16, weight, bias, y, rstd, *sizes, packed, bounds, wide, *options)
+        cpu.call("mt_norm_quantize", *arguments)
+    return y, rstd, packed, bounds
 
 
 def _flat(parameter: Tensor) -> Tensor:
@@ -226,6 +190,5 @@ _norm_op = register(
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _norm,
     _empty,
-    inside=lambda x, *options: 2 * copies(x, torch.float32, torch.bfloat16),  # of y too
     inside_cuda=_parameters_on_cuda,
 )

@@ -68,12 +68,13 @@ def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narro
     rows = rstd.numel()
     if rows == 0:
         return
-    options = _options(size, codes.group_size)
-    tiles = triton.cdiv(size // codes.group_size, options["GROUPS"])
+    bits, group_size, seed, stochastic, _ = codes
+    options = _options(size, group_size)
+    tiles = triton.cdiv(size // group_size, options["GROUPS"])
     launch(
         _norm_kernel, (rows * tiles,), x, weight, bias, y, rstd, packed, bounds, size, eps,
-        codes.seed, CENTRED=centred, NARROW=narrow and x.dtype != torch.float32, BITS=codes.bits,
-        STOCHASTIC=codes.stochastic, enable_fp_fusion=False, **options,
+        seed, CENTRED=centred, NARROW=narrow and x.dtype != torch.float32, BITS=bits,
+        STOCHASTIC=stochastic, enable_fp_fusion=False, **options,
     )  # fmt: skip
 
 

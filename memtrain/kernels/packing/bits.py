@@ -24,17 +24,7 @@ def lanes(bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes to the bit.
-
-    Args:
-        codes: Integers in [0, 2**bits), [n_blocks, block_size], `block_size` a multiple of 8.
-        bits: 1 to 8.
-
-    Returns:
-        uint8, [n_blocks, block_size * bits / 8].
-
-    Memory:
-        bits / 8 bytes per code.
+    """Pack integers below 2**bits, [n_blocks, size], to uint8 [n_blocks, size * bits / 8].
 
     Example:
         >>> pack(torch.tensor([[1, 0, 0, 0, 0, 0, 0, 1]]), 1)
@@ -51,12 +41,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
 
 
 def unpack(packed: Tensor, bits: int) -> Tensor:
-    """Invert `pack`: return codes, int64 [n_blocks, block_size].
-
-    Example:
-        >>> unpack(torch.tensor([[129]], dtype=torch.uint8), 1)
-        tensor([[1, 0, 0, 0, 0, 0, 0, 1]])
-    """
+    """Invert `pack`: return codes, int64 [n_blocks, block_size]."""
     n = packed.shape[0]
     count = lanes(bits)
     n_bytes = count * bits // 8

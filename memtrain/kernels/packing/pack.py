@@ -14,21 +14,10 @@ BLOCK = 256  # elements per block
 
 
 def pack_codes(x: Tensor, bits: int) -> Tensor:
-    """Pack the low `bits` bits of each element.
-
-    Args:
-        x: uint8, any shape, read in logical order.
-        bits: Bits per element, 1 to 8.
+    """Pack the low `bits` bits (1 to 8) of each uint8 element, in logical order.
 
     Returns:
         uint8, [ceil(numel / 256) * 32 * bits]; the last block's padding is 0.
-
-    Raises:
-        TypeError: If `x` is not uint8.
-        ValueError: If `bits` is out of range.
-
-    Memory:
-        bits / 8 bytes per element, in whole blocks of 32 * bits bytes.
 
     Example:
         >>> packed = pack_codes(torch.tensor([1, 2, 3], dtype=torch.uint8), 2)
@@ -39,44 +28,19 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
 
 
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
-    """Invert `pack_codes`: return uint8 [numel].
-
-    Raises:
-        ValueError: If `bits` is out of range, or `packed` has another size.
-
-    Example:
-        >>> unpack_codes(pack_codes(torch.tensor([1, 2, 3], dtype=torch.uint8), 2), 2, 3)
-        tensor([1, 2, 3], dtype=torch.uint8)
-    """
+    """Invert `pack_codes`: return uint8 [numel]."""
     return (_unpack if is_plain(packed) else _unpack_op)(packed, bits, numel)
 
 
 def pack_mask(x: Tensor) -> Tensor:
-    """Pack a mask to one bit per element, as `pack_codes`; nonzero elements are 1.
-
-    Raises:
-        TypeError: If `x` is neither bool nor uint8.
-
-    Example:
-        >>> packed = pack_mask(torch.tensor([True, False, True]))
-        >>> packed.shape, packed[:4].tolist()
-        (torch.Size([32]), [1, 0, 1, 0])
-    """
+    """Pack a bool or uint8 mask to one bit per element, as `pack_codes`; nonzero elements are 1."""
     if x.dtype not in (torch.bool, torch.uint8):
         raise TypeError(f"dtype {x.dtype}; allowed: torch.bool, torch.uint8")
     return pack_codes((x if x.dtype == torch.bool else x != 0).view(torch.uint8), 1)
 
 
 def unpack_mask(packed: Tensor, numel: int) -> Tensor:
-    """Invert `pack_mask`: return bool [numel].
-
-    Raises:
-        ValueError: If `packed` has another size.
-
-    Example:
-        >>> unpack_mask(pack_mask(torch.tensor([True, False, True])), 3)
-        tensor([ True, False,  True])
-    """
+    """Invert `pack_mask`: return bool [numel]."""
     return unpack_codes(packed, 1, numel).view(torch.bool)
 
 

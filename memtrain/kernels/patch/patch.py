@@ -28,10 +28,9 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
     A patch at the edge of the map uses only its own values. A word contains, from its lowest bit,
     16 bits minimum, 16 bits maximum, and the codes row by row.
 
-    Patches of denormals and of any range have four levels; a patch of one 16-bit value is exact.
-    Bounds are at most bfloat16's largest finite number, 3.39e38; values beyond decode to it. Bounds
-    are those of a patch's finite values: `+Inf` decodes to the maximum, `-Inf` and NaN to the
-    minimum, and no other value changes. A patch without finite values decodes to NaN. -0 is 0.
+    Bounds are those of a patch's finite values, at most bfloat16's largest number: `+Inf` decodes
+    to the maximum, `-Inf` and NaN to the minimum, and no other value changes. A patch without
+    finite values decodes to NaN. -0 is 0.
 
     Args:
         x: [outer, rows, columns, inner], contiguous, float32, bfloat16, float16 or float64
@@ -42,14 +41,6 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
 
     Returns:
         int64, [outer, ceil(rows / 4), ceil(columns / 4), inner].
-
-    Raises:
-        TypeError: If `x` has another dtype.
-        ValueError: If `x` does not have four dimensions, or has more than 2**31 patches; if `seed`
-            has more than 64 bits.
-
-    Memory:
-        8 bytes per patch: half a byte per element where 4 divides rows and columns.
 
     Example:
         >>> x = torch.arange(16.0).view(1, 4, 4, 1)
@@ -68,26 +59,10 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
 def patch_dequantize(
     words: Tensor, rows: int, columns: int, dtype: torch.dtype = torch.float32
 ) -> Tensor:
-    """Invert `patch_quantize`: return each value's level.
+    """Invert `patch_quantize`: return each value's level, [outer, rows, columns, inner].
 
-    Args:
-        words: int64, [outer, ceil(rows / 4), ceil(columns / 4), inner], contiguous.
-        rows: Rows of the map.
-        columns: Columns of the map.
-        dtype: Dtype of the quantised tensor, and of the result.
-
-    Returns:
-        `dtype`, [outer, rows, columns, inner], within a third of the patch's range (nearest: a
-        sixth) of the quantised tensor.
-
-    Raises:
-        TypeError: If `dtype` is not allowed.
-        ValueError: If a size does not fit.
-
-    Example:
-        >>> x = torch.tensor([[1.0, 2.0], [3.0, 4.0]]).view(1, 2, 2, 1)
-        >>> patch_dequantize(patch_quantize(x), 2, 2).flatten()
-        tensor([1., 2., 3., 4.])
+    The dtype is that of the quantised tensor. A value is within a third of its patch's range
+    (nearest: a sixth) of the quantised one.
     """
     run = _dequantize if is_plain(words) else _dequantize_op
     return run(words, rows, columns, dtype)

@@ -6,15 +6,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Return the states of the CPU's generator (`cpu`) and of all CUDA devices (`cuda`).
-
-    Example:
-        >>> state = random_state()
-        >>> first = torch.rand(2)
-        >>> set_random_state(state)
-        >>> torch.equal(torch.rand(2), first)
-        True
-    """
+    """Return the states of the CPU's generator (`cpu`) and of all CUDA devices (`cuda`)."""
     cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
     return {"cpu": torch.get_rng_state(), "cuda": cuda}
 

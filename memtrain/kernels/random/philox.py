@@ -9,13 +9,7 @@ _MASK = 0xFFFFFFFF
 
 
 def signed(seed: int) -> int:
-    """Return a seed as a signed 64-bit integer.
-
-    Args:
-        seed: 64 bits, signed or not.
-
-    Raises:
-        ValueError: If the seed has more bits.
+    """Return a seed of 64 bits, signed or not, as a signed integer.
 
     Example:
         >>> signed(-1), signed(2**64 - 1), signed(7)
@@ -29,17 +23,10 @@ def signed(seed: int) -> int:
 
 
 def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return four 32-bit words per counter, the stream of `tl.randint4x(seed, counter)`.
+    """Return four 32-bit words per counter as int64: the stream of `tl.randint4x(seed, counter)`.
 
-    Args:
-        counter: int64, any shape, values below 2**32 (the other three counter words are 0).
-        seed: 64 bits, signed or not: the two key words.
-
-    Returns:
-        Four int64 tensors with the counter's shape, values in [0, 2**32).
-
-    Raises:
-        ValueError: If the seed has more than 64 bits.
+    Counters are int64 below 2**32; the other three counter words are 0. The seed has 64 bits,
+    signed or not, which are the two key words.
 
     Example:
         >>> [hex(int(word)) for word in philox(torch.tensor(0), 0)]
@@ -67,19 +54,13 @@ def uniform_blocks(
 ) -> Tensor:
     """Return a uniform number in (0, 1) per element of blocks, from 16 random bits each.
 
-    A block is eight slices of `block_size / 8`. Position `c` of block `b` draws counter
-    `b * block_size / 8 + c` once. Slice `s` takes word `s // 2`, the low half for even `s`, the
-    high half for odd `s`. One Philox call serves eight elements, without shuffles.
-
-    Args:
-        n_blocks: Number of blocks.
-        block_size: Elements per block, a multiple of 8.
-        seed: 64 bits.
-        device: The result's device.
-        first: The number of the first block.
+    A block is eight slices of `block_size / 8`. Position `c` of block `b` draws counter `b *
+    block_size / 8 + c` once. Slice `s` takes word `s // 2`, the low half for even `s`, the high
+    half for odd `s`. One Philox call serves eight elements, without shuffles.
 
     Returns:
-        float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits.
+        float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits. The blocks are
+        numbered from `first` on.
     """
     width = block_size // 8
     counter = torch.arange(first * width, (first + n_blocks) * width, device=device)
