@@ -1,7 +1,7 @@
 """Compressors of tensors: one file each."""
 
 from memtrain.compressors.base import Compressor, Keep, Key, Packed
-from memtrain.compressors.codebook import Block, RowBlock
+from memtrain.compressors.codebook import Block
 from memtrain.compressors.derivative import DerivativeCode
 from memtrain.compressors.factored import Factored
 from memtrain.compressors.floats import Float
@@ -33,6 +33,5 @@ __all__ = [
     "Packed",
     "Patch",
     "Rank1",
-    "RowBlock",
     "Samples",
 ]

@@ -16,20 +16,12 @@ from memtrain.compressors.samples import Samples
 class Auto(Compressor):
     """A rule's `bits: auto`: a compressor whose widths are chosen during training.
 
-    Until then the template's own bits are used.
-
-    Args:
-        template: A `Group`, a `Samples`, or a `Host` with one of them.
-
-    Raises:
-        ValueError: If the template is another compressor.
-
-    Memory:
-        That of the template.
+    The template is a `Group`, a `Samples`, or a `Host` with one of them. Until widths are chosen,
+    its own bits are used.
 
     Example:
-        >>> Auto(template=Group()).with_bits((3,))
-        Group(bits=3, group_size=256, rounding='stochastic', bounds='bf16', whole_rows=False)
+        >>> Auto(template=Group()).with_bits((3,)).bits
+        3
     """
 
     roles = frozenset({ACTIVATION})
@@ -56,10 +48,9 @@ class Auto(Compressor):
         return self._inner.group_size
 
     def with_bits(self, widths: Sequence[int]) -> Compressor:
-        """Return the template with these widths.
+        """Return the template with these widths for equal parts of the samples.
 
-        Args:
-            widths: Widths for equal parts of the samples. A `Group` takes their mean, rounded down.
+        A `Group` takes their mean, rounded down.
         """
         bits = tuple(widths) if self.per_sample else sum(widths) // len(widths)
         inner = replace(self._inner, bits=bits)

@@ -33,12 +33,7 @@ class Key(NamedTuple):
     rank: int = 0
 
     def bits(self) -> int:
-        """Mix the six fields to a signed 64-bit seed (splitmix64 over each field in turn).
-
-        Example:
-            >>> Key(seed=1).bits() == Key(seed=1).bits() != Key(seed=2).bits()
-            True
-        """
+        """Mix the six fields to a signed 64-bit seed (splitmix64 over each field in turn)."""
         state = 0
         for field in self:
             state = (state + field + 0x9E3779B97F4A7C15) & _MASK
@@ -63,12 +58,7 @@ class Packed(NamedTuple):
 
 @dataclass(frozen=True)
 class Keep:
-    """The decision to keep a tensor as it is, with the reason that reports print.
-
-    Example:
-        >>> Keep("no rule matches").reason
-        'no rule matches'
-    """
+    """The decision to keep a tensor as it is, with the reason that reports print."""
 
     reason: str
 
@@ -148,13 +138,6 @@ class Compressor(Protocol):
 
         Raises:
             ValueError: If a part is missing or has another number of elements.
-
-        Example:
-            >>> from memtrain.compressors import Block
-            >>> packed = Block().compress(torch.ones(100), key=Key())
-            >>> Block().decompress(packed._replace(shape=torch.Size([1000])))
-            Traceback (most recent call last):
-            ValueError: 'codes' has 64 elements; Block(...) needs 512 for a tensor of shape (1000,)
         """
         for part in packed.tensors.values():
             if part.is_meta or isinstance(part, FakeTensor):
@@ -187,15 +170,12 @@ class Compressor(Protocol):
         return replace(self, bits=bits)  # pyright: ignore[reportArgumentType, reportCallIssue]
 
     def kernel(self, x: Tensor) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], int] | None:
-        """Return a specialized `compress` function for tensors like `x`, or None.
+        """Return a specialized `compress` function for tensors like `x`, and its payload's bytes.
 
-        Args:
-            x: A plain dense tensor, or a matrix with gaps between its rows. The function accepts
-                every tensor with the same shape, strides, dtype and device.
-
-        Returns:
-            A function from `(tensor, seed)` to the payload's tensors in the order of `parts`, which
-            reads elements in memory order; and the bytes of a payload.
+        `x` is a plain dense tensor, or a matrix with gaps between its rows. The function accepts
+        every tensor with the same shape, strides, dtype and device. It takes such a tensor and a
+        seed, reads elements in memory order, and returns the payload's tensors in the order of
+        `parts`. Without such a function, the result is None.
         """
         return None
 
@@ -222,7 +202,7 @@ class Compressor(Protocol):
     def for_rows(self, columns: int) -> "tuple[Compressor, str]":
         """Return a compressor whose payload is independent of the split of rows over processes.
 
-        The second value is the reason if the compressor is another one than `self`.
+        The second value is the reason for another compressor than `self`.
         """
         return self, ""
 
@@ -241,7 +221,7 @@ def _checked(decompress: Callable[[Any, Packed], Tensor]) -> Callable[[Any, Pack
 def _sizes(
     compressor: Compressor, shape: tuple[int, ...], dtype: torch.dtype
 ) -> tuple[tuple[str, int], ...]:
-    """Return the names and numbers of elements of a payload's parts, by a meta tensor."""
+    """Return the names and numbers of elements of a payload's parts, from a meta tensor."""
     x = torch.empty(shape, dtype=torch.float32 if dtype.is_floating_point else dtype, device="meta")
     found = compressor.compress(x, key=Key()).tensors
     return tuple((name, part.numel()) for name, part in found.items())

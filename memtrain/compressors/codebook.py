@@ -1,6 +1,6 @@
 """Block compressors: a codebook, and one scale per block."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -71,6 +71,9 @@ class Block(CodebookCompressor):
         rounding: `"nearest"`, ties to the lower value; or `"stochastic"`, to one of the two
             neighbouring values. The mean over keys is then the tensor, within 2**-16 of their
             distance.
+        columns: Elements per row of dimension 0, if blocks restart in each row: the payload is then
+            independent of a split of rows. A row has the same number of blocks as without, and the
+            last block is padded. 0: blocks cross rows.
 
     Raises:
         ValueError: If a field is out of its range.
@@ -83,6 +86,10 @@ class Block(CodebookCompressor):
         >>> block = Block()
         >>> block.decompress(block.compress(torch.tensor([1.0, -0.5, 0.0]), key=Key()))
         tensor([ 1.0000, -0.4375,  0.0000])
+        >>> x, rows = torch.randn(6, 77), Block(columns=77)
+        >>> whole, part = (rows.compress(t, key=Key()).tensors["codes"] for t in (x, x[2:]))
+        >>> rows.size, torch.equal(whole[2:], part)
+        (80, True)
 
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507.
@@ -97,73 +104,33 @@ class Block(CodebookCompressor):
     bits: int = 4
     signed: bool = True
     rounding: str = "nearest"
+    columns: int = field(default=0, repr=False)
 
     def __post_init__(self) -> None:
         if self.block_size < 8 or self.block_size % 8:
             raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
         super().__post_init__()
 
-    def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Return codes uint8 [n_blocks, block_size * bits / 8] and scale float32 [n_blocks]."""
-        book, seed = self._codebook(), self._seed(key)
-        codes, scale = quantize_blocks(x, book, block_size=self.block_size, seed=seed)
-        return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
-
-    def decompress(self, packed: Packed) -> Tensor:
-        """Return a contiguous tensor of the original shape and dtype."""
-        codes, scale = packed.tensors["codes"], packed.tensors["scale"]
-        flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
-        return flat.view(packed.shape).to(packed.dtype)
-
-    def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Return `self` if rows are whole blocks, else `RowBlock`, or `Identity` for short rows."""
-        if not columns % self.block_size:
-            return self, ""
-        own = RowBlock(**vars(self), columns=columns)
-        if own.blocks * (own.size * own.bits / 8 + 4) <= MAX_ROW_BYTES * columns:
-            return own, f"split over processes: blocks begin anew in each row of {columns} elements"
-        return Identity(), f"kept: split over processes by rows of {columns} elements, too few"
-
-
-@dataclass(frozen=True, kw_only=True)
-class RowBlock(Block):
-    """Blocks that restart in each row of dimension 0: independent of the split of rows.
-
-    A row has `blocks` blocks of `size` elements, the last one padded.
-
-    Attributes:
-        columns: Elements per row.
-
-    Memory:
-        That of `Block` with blocks of `size`, and the padding of each row.
-
-    Example:
-        >>> import torch
-        >>> RowBlock(columns=176).size, RowBlock(columns=77).size
-        (88, 80)
-        >>> x, block = torch.randn(6, 77), RowBlock(columns=77)
-        >>> whole, part = (block.compress(t, key=Key()).tensors["codes"] for t in (x, x[2:]))
-        >>> torch.equal(whole[2:], part)
-        True
-    """
-
-    columns: int
-
-    @property
-    def blocks(self) -> int:
-        """Blocks per row."""
-        return -(-self.columns // self.block_size)
-
     @property
     def size(self) -> int:
-        """Elements per block, a multiple of 8."""
-        return -(-self.columns // (8 * self.blocks)) * 8
+        """Elements per block, a multiple of 8; in rows as few as their number of blocks allows."""
+        if not self.columns:
+            return self.block_size
+        return -(-self.columns // (8 * self._blocks)) * 8
+
+    @property
+    def _blocks(self) -> int:
+        """Return the blocks of a row."""
+        return -(-self.columns // self.block_size)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Return codes uint8 [rows * blocks, size * bits / 8] and scale float32 [rows * blocks]."""
-        rows = x.reshape(x.numel() // self.columns, self.columns)
-        missing = self.blocks * self.size - self.columns
-        whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+        """Return codes uint8 [n_blocks, size * bits / 8] and scale float32 [n_blocks]."""
+        if self.columns:
+            missing = self._blocks * self.size - self.columns
+            rows = x.reshape(x.numel() // self.columns, self.columns)
+            whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
+        else:
+            whole = x
         book, seed = self._codebook(), self._seed(key)
         codes, scale = quantize_blocks(whole, book, block_size=self.size, seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
@@ -171,12 +138,22 @@ class RowBlock(Block):
     def decompress(self, packed: Packed) -> Tensor:
         """Return a contiguous tensor of the original shape and dtype."""
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
-        width = self.blocks * self.size
-        rows = packed.shape.numel() // self.columns
-        flat = dequantize_blocks(codes, scale, self._codebook(), numel=rows * width)
-        whole = flat.view(rows, width)[:, : self.columns].contiguous()
-        return whole.view(packed.shape).to(packed.dtype)
+        if not self.columns:
+            flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
+        else:
+            width, rows = self._blocks * self.size, packed.shape.numel() // self.columns
+            whole = dequantize_blocks(codes, scale, self._codebook(), numel=rows * width)
+            flat = whole.view(rows, width)[:, : self.columns].contiguous()
+        return flat.view(packed.shape).to(packed.dtype)
 
     def for_rows(self, columns: int) -> tuple[Compressor, str]:
-        """Return `self`."""
-        return self, ""
+        """Return `self` if rows are whole blocks, else blocks that restart in each row.
+
+        Rows for which such blocks take too many bytes are kept: `Identity`.
+        """
+        if self.columns or not columns % self.block_size:
+            return self, ""
+        own = replace(self, columns=columns)
+        if own._blocks * (own.size * own.bits / 8 + 4) <= MAX_ROW_BYTES * columns:
+            return own, f"split over processes: blocks begin anew in each row of {columns} elements"
+        return Identity(), f"kept: split over processes by rows of {columns} elements, too few"

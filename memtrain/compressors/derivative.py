@@ -42,10 +42,6 @@ class DerivativeCode(Compressor):
         parameters: Arguments of the torch function after the input; torch's defaults if omitted.
             The lambd of hardshrink and softshrink must be rounded to the dtype of x, as in torch.
 
-    Raises:
-        ValueError: If a field is not allowed, or a name is not registered in this process.
-        TypeError: If a parameter is not a number.
-
     Memory:
         bits / 8 bytes per element (0.375 at 3 bits), padded to whole blocks of 256 elements.
 
@@ -80,15 +76,7 @@ class DerivativeCode(Compressor):
             )
 
     def table(self) -> Approximation:
-        """Return the step function.
-
-        Raises:
-            ValueError: If the function is not registered in this process.
-
-        Example:
-            >>> DerivativeCode(bits=1).table().boundaries
-            (0.0,)
-        """
+        """Return the step function."""
         return _table(self.function, self.bits, self.parameters)
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:

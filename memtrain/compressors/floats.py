@@ -59,11 +59,7 @@ class Float(Compressor):
         return self.form.min_subnormal <= 2.0**-54
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Return `codes`, uint8 or int16, with the shape of `x`.
-
-        Raises:
-            TypeError: If `x` is not float32, bfloat16 or float16.
-        """
+        """Return `codes`, uint8 or int16, with the shape of `x`."""
         form, seed, rounded = self.form, key.bits(), x.contiguous()
         if x.dtype.itemsize == 2 and limits(form.layout, x.dtype)[0] < form.layout.limit:
             rounded = form.round(rounded, seed=seed)  # to numbers that the dtype of x represents

@@ -32,6 +32,8 @@ class Group(Compressor):
             rows of zeros stay zeros. Groups then have the largest multiple of 8 elements, from 32
             to `group_size`, that divides a row, or else `group_size`. A norm's codes have
             `group_size`.
+        floor: Smaller elements count as this number, or None for no limit. An outlier makes the
+            steps of its group wide; a backward that reads only exp() needs no value below -20.
 
     Raises:
         ValueError: If a field is out of range.
@@ -59,6 +61,7 @@ class Group(Compressor):
     bounds: str = "bf16"
     # Not compared: ops that save the same tensor share a payload.
     whole_rows: bool = field(default=False, compare=False)
+    floor: float | None = field(default=None, repr=False)
 
     def __post_init__(self) -> None:
         for name in ("bits", "group_size"):
@@ -99,7 +102,9 @@ class Group(Compressor):
         return replace(self, group_size=fitting, whole_rows=False)
 
     def kernel(self, x: Tensor) -> tuple[Callable[[Tensor, int], tuple[Tensor, ...]], int] | None:
-        """Return the function from `kernels.group.group.kernel_of`."""
+        """Return the function from `kernels.group.group.kernel_of`, which has no floor."""
+        if self.floor is not None:
+            return None
         bits, group_size, _, stochastic, wide = self.group_codes(Key())
         return group.kernel_of(x, bits, group_size, stochastic, wide)
 
@@ -109,11 +114,9 @@ class Group(Compressor):
         Returns:
             Tensors `codes`, uint8 [n_groups, group_size / 8 * bits], and `bounds`,
             bfloat16 or float32 [n_groups, 2].
-
-        Raises:
-            TypeError: If `x` is not float32, bfloat16, float16 or float64.
         """
         x = x.detach() if x.requires_grad else x
+        x = x if self.floor is None else x.clamp(min=self.floor)
         codes, bounds = group.group_quantize(x, *self.group_codes(key))
         return Packed({"codes": codes, "bounds": bounds}, x.shape, x.dtype)
 

@@ -12,25 +12,31 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import SAVED, Compressor, Key, Packed
 from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
-from memtrain.kernels.dispatch import host_work, is_for_cuda, simulation
+from memtrain.kernels.dispatch import host_work, is_for_cuda, is_simulated, simulation
 
 
 class Transfers:
-    """Copies of tensors to host memory and back: synchronous here, for devices other than CUDA."""
+    """Copies of tensors to host memory and back, synchronous: not on CUDA, or fake tensors."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start copies to the host."""
-        return {name: x.to("cpu") for name, x in tensors.items()}
+        if is_simulated():  # as many copies are in flight as in a real run
+            in_flight = simulation.in_flight
+            del in_flight[: max(0, len(in_flight) + 1 - AT_ONCE)]
+            in_flight.append([*tensors.values()])
+        with host_work():
+            return {name: x.to("cpu", copy=True) for name, x in tensors.items()}
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Start copies to the device; the second value is an argument of `wait`."""
-        return {name: x.to(self.device) for name, x in tensors.items()}, None
+        return {name: x.to(self.device, copy=True) for name, x in tensors.items()}, None
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
         """Make later work on the device wait for the copies of `back`."""
+        simulation.in_flight.clear()
 
 
 class _Streams(Transfers):
@@ -81,38 +87,13 @@ def _pinned(x: Tensor) -> Tensor:
     return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
 
 
-class _Simulated(Transfers):
-    """Fake tensors for CUDA: as many copies are in flight as in a real run."""
-
-    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        in_flight = simulation.in_flight
-        del in_flight[: max(0, len(in_flight) + 1 - AT_ONCE)]
-        in_flight.append([*tensors.values()])
-        with host_work():
-            return {name: torch.empty_like(x) for name, x in tensors.items()}
-
-    def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
-        return {name: torch.empty_like(x) for name, x in tensors.items()}, None
-
-    def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        simulation.in_flight.clear()
-
-
-_SIMULATED = _Simulated(torch.device("cpu"))
 _streams = cache(_Streams)
 
 
 def transfers(x: Tensor) -> Transfers | None:
-    """Return the transfers for a tensor's payload; None if the tensor is in host memory.
-
-    Example:
-        >>> transfers(torch.ones(1)) is None
-        True
-    """
+    """Return the transfers for a tensor's payload; None if the tensor is in host memory."""
     fake = isinstance(x, FakeTensor)
-    if fake and not x.is_cuda and is_for_cuda(x):
-        return _SIMULATED
-    if x.device.type in ("cpu", "meta"):
+    if x.device.type in ("cpu", "meta") and not (fake and is_for_cuda(x)):
         return None
     return _streams(x.device) if x.is_cuda and not fake else Transfers(x.device)
 
@@ -224,9 +205,8 @@ class Host(Compressor):
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Compress `x` with `inner` and start the copy to the host.
 
-        Returns:
-            The payload of `inner`. If `x` is on a device, its tensors are on the CPU, with an empty
-            tensor `device` on the device.
+        The payload's tensors are then on the CPU, with an empty tensor `device` on the device of
+        `x`.
         """
         packed = self.inner.compress(x, key=key)
         lane = transfers(x)

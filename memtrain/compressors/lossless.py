@@ -31,11 +31,7 @@ class Mask(Compressor):
     lossless = True
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Pack a boolean tensor to `bits`, uint8 [ceil(numel / 256) * 32].
-
-        Raises:
-            TypeError: If `x` is not bool.
-        """
+        """Pack a boolean tensor to `bits`, uint8 [ceil(numel / 256) * 32]."""
         if x.dtype != torch.bool:
             raise TypeError(f"dtype {x.dtype}; allowed: torch.bool")
         return Packed({"bits": pack.pack_mask(x)}, x.shape, x.dtype)
@@ -50,13 +46,8 @@ class Mask(Compressor):
 class Integers(Compressor):
     """An integer tensor in the narrowest of uint8, int16 and int32 for its values, exact.
 
-    The width follows from the limit: no value is read. One-byte tensors are packed to the bit.
-
-    Args:
-        limit: Upper bound of the values, exclusive. The lower bound is 0.
-
-    Raises:
-        ValueError: If the limit is below 1.
+    Values are from 0 to `limit`, exclusive. The width follows from the limit: no value is read.
+    One-byte tensors are packed to the bit.
 
     Memory:
         1, 2, 4 or 8 bytes per element, never more than the tensor. uint8 and int8 with a limit of
@@ -80,11 +71,7 @@ class Integers(Compressor):
             raise ValueError(f"limit={self.limit}; allowed: 1 or more")
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Return `values`, flat if packed, else with the shape of `x`; never wider than `x`.
-
-        Raises:
-            TypeError: If `x` is not uint8, int8, int16, int32 or int64.
-        """
+        """Return `values`, flat if packed, else with the shape of `x`; never wider than `x`."""
         if x.dtype not in _INTEGERS:
             raise TypeError(f"dtype {x.dtype}; allowed: {', '.join(map(str, _INTEGERS))}")
         bits = self._bits(x.dtype)

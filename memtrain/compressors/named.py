@@ -22,16 +22,11 @@ _NAME = re.compile(
 def named(name: str, *, signed: bool, bits: int = 4) -> Compressor:
     """Return the compressor with a name.
 
-    Args:
-        name: `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, for fused AdamW and Adam), or
-            `"<scale>/<map>[bits][+SR]"`. The scale is `B<block size>` or `Rank-1`. The map is `DE`,
-            `DE-0` (`DE` for signed states, as in the paper's code), `Linear`, `Power-2`, `Power-3`
-            or a small float such as `E2M1`. `+SR` is stochastic rounding.
-        signed: Whether the state has negative values: true for first moments only.
-        bits: Bits per code, 2 to 8, if the name has none. A small float determines its own.
-
-    Returns:
-        A frozen compressor.
+    A name is `"identity"`, `"factored"`, `"Lloyd-Max"` (2 bits, for fused AdamW and Adam), or
+    `"<scale>/<map>[bits][+SR]"`. The scale is `B<block size>` or `Rank-1`. The map is `DE`, `DE-0`
+    (`DE` for signed states, as in the paper's code), `Linear`, `Power-2`, `Power-3` or a small
+    float such as `E2M1`. `+SR` is stochastic rounding. `signed` is true for first moments only.
+    `bits`, 2 to 8, counts if the name has no bits.
 
     Raises:
         ValueError: If the name is unknown; the message contains the nearest valid name.

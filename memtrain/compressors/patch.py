@@ -27,9 +27,6 @@ class Patch(Compressor):
     Args:
         rounding: `"nearest"` (the key is unused) or `"stochastic"` (the key gives the seed).
 
-    Raises:
-        ValueError: If `rounding` has another value.
-
     Memory:
         8 bytes per patch: 0.5 bytes per element of whole patches. Maps of 1x1, and of 1x4 and 2x2
         in 16 bits, take more bytes than before.
@@ -60,9 +57,6 @@ class Patch(Compressor):
         Returns:
             Tensors `words`, int64 [outer, ceil(rows / 4), ceil(columns / 4), inner], and `order`,
             uint8 [0, dimensions...], whose shape is the order in memory.
-
-        Raises:
-            TypeError: If `x` is not float32, bfloat16, float16 or float64.
         """
         order = _order(x)
         grid, read = _grid(x.shape, order)

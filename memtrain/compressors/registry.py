@@ -35,9 +35,6 @@ COMPRESSORS: dict[str, type[Compressor]] = {
 def check_role(compressor: Compressor, role: str, where: object = "") -> None:
     """Check that a compressor may be used in a role; `where` is a name for the message.
 
-    Raises:
-        ValueError: If it may not; the message lists the allowed compressors.
-
     Example:
         >>> check_role(Group(), STATE)
         >>> check_role(Mask(), STATE, "exp_avg")

@@ -27,9 +27,6 @@ class Samples(Compressor):
         bits: Widths, 1 to 8, for equal parts of the samples, in any order.
         group_size, rounding, bounds: As in `Group`.
 
-    Raises:
-        ValueError: If a field is out of range.
-
     Memory:
         mean(bits) / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in
         whole groups of each sample, and 1 to 4 bytes per sample if widths differ.
@@ -75,12 +72,7 @@ class Samples(Compressor):
         return f"Samples({', '.join(parts)})"
 
     def widths(self, n_samples: int) -> list[int]:
-        """Return the widths for `n_samples` samples, the most sensitive first.
-
-        Example:
-            >>> Samples(bits=(4, 2, 1)).widths(4)
-            [4, 4, 2, 1]
-        """
+        """Return the widths for `n_samples` samples, the most sensitive first."""
         return [self.bits[rank * len(self.bits) // n_samples] for rank in range(n_samples)]
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
@@ -89,9 +81,6 @@ class Samples(Compressor):
         Returns:
             Tensors `codes`, uint8, widest first; `bounds`, bfloat16 or float32 [n_groups, 2]; and
             `order`, int [n_samples], the sample at each position, empty if all widths are equal.
-
-        Raises:
-            TypeError: If `x` is not float32, bfloat16, float16 or float64.
         """
         rows = x.detach().reshape(_sizes(x.shape))
         n_samples, size = rows.shape
@@ -154,19 +143,12 @@ class Samples(Compressor):
 def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
     """Return each sample's sensitivity: the sum over its groups of (max - min)**2.
 
-    Args:
-        x: A float tensor of any shape; its leading dimension counts samples.
-        group_size: Elements per group.
-
-    Returns:
-        float32 [n_samples], for the finite elements; 0 without any.
+    The leading dimension counts samples. The result is float32 [n_samples], for finite elements; 0
+    without any.
 
     Example:
         >>> sensitivity(torch.tensor([[0.0, 2.0], [1.0, 1.0]]))
         tensor([4., 0.])
-
-    Reference:
-        Chen et al., ActNN, ICML 2021, arXiv:2104.14129, section 4.2.
     """
     rows = x.detach().reshape(_sizes(x.shape))
     length = _group_length(rows.shape[1], group_size)

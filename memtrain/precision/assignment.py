@@ -95,39 +95,20 @@ class Precision:
         return float_format and replace(float_format, overflow="inf")
 
 
-@dataclass(frozen=True)
-class Assignment:
-    """The names of the low tensors; gradients of weights are never low."""
-
-    forward: frozenset[str] = frozenset()
-    """Activations and weights."""
-    backward: frozenset[str] = frozenset()
-    """Activations with low gradients."""
-
-    def elements(self, graph: Graph) -> int:
-        """Return how many elements of the graph's tensors and gradients are low."""
-        return sum(
-            tensor.numel * ((tensor.name in self.forward) + (tensor.name in self.backward))
-            for tensor in graph.tensors
-        )
+Names = frozenset[str]
 
 
-def assign(graph: Graph, config: Precision) -> Assignment:
-    """Choose the low tensors for a config.
+def assign(graph: Graph, config: Precision) -> tuple[Names, Names]:
+    """Choose the low activations and weights, and the activations with low gradients.
 
-    Args:
-        graph: The model's graph.
-        config: The config. With `fp32` no tensor is low.
-
-    Returns:
-        The names of the low tensors, before any promotion.
+    Gradients of weights are never low. Promotions follow later.
 
     Example:
         >>> from memtrain.precision.graph import GraphTensor
         >>> tensors = GraphTensor("a", 8, 0), GraphTensor("b", 4, 1)
         >>> graph = Graph(tensors, ("l / linear",))
-        >>> sorted(assign(graph, Precision(assignment="size_ordered", ratio=0.5)).forward)
-        ['a']
+        >>> assign(graph, Precision(assignment="size_ordered", ratio=0.5))
+        (frozenset({'a'}), frozenset({'a'}))
 
     Reference:
         Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464,
@@ -142,7 +123,7 @@ def assign(graph: Graph, config: Precision) -> Assignment:
     if config.assignment in ("operator", "operator_out"):
         return _operator_assignment(tensors, config)
     if config.assignment != SIZE_ORDERED:
-        return Assignment()
+        return Names(), Names()
     own, chosen = group_elements(graph), set[int]()
     # The earlier of equal groups comes first.
     for group in sorted(sorted(own.keys() - high), key=own.__getitem__, reverse=True):
@@ -157,21 +138,17 @@ def group_elements(graph: Graph) -> dict[int, int]:
     return {group: sum(x.elements for x in tensors) for group, tensors in graph.groups().items()}
 
 
-def _all_low(tensors: Sequence[GraphTensor]) -> Assignment:
-    return Assignment(
-        frozenset(x.name for x in tensors),
-        frozenset(x.name for x in tensors if x.gradient and not x.weight),
-    )
+def _all_low(tensors: Sequence[GraphTensor]) -> tuple[Names, Names]:
+    gradients = Names(x.name for x in tensors if x.gradient and not x.weight)
+    return Names(x.name for x in tensors), gradients
 
 
-def _operator_assignment(tensors: Sequence[GraphTensor], config: Precision) -> Assignment:
+def _operator_assignment(tensors: Sequence[GraphTensor], config: Precision) -> tuple[Names, Names]:
     outputs = config.assignment == "operator_out"
     first = 1 if config.keep_first else None  # the group of the first GEMM's output
     gradients = [x for x in tensors if x.gemm_output and x.gradient and not x.weight]
-    return Assignment(
-        frozenset(x.name for x in tensors if x.gemm_input or (outputs and x.gemm_output)),
-        frozenset(x.name for x in gradients if x.group != first),
-    )
+    forward = Names(x.name for x in tensors if x.gemm_input or (outputs and x.gemm_output))
+    return forward, Names(x.name for x in gradients if x.group != first)
 
 
 def _format_of(field: str, name: str) -> FloatFormat:

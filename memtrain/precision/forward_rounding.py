@@ -34,11 +34,7 @@ class ForwardRounding(RoundingMode):
 
     An op's result is rounded in place, so that the backward reads the rounded one. A hook rounds
     its gradient, the sum over all readers. A weight is rounded when an op reads it; its gradient is
-    rounded and unscaled in the backward.
-
-    Args:
-        state: Formats, counts and the loss scale.
-        is_trace: Whether this is a trace, which counts and scales nothing.
+    rounded and unscaled in the backward. A trace counts and scales nothing.
     """
 
     def __init__(self, state: PrecisionState, *, is_trace: bool = False) -> None:
@@ -76,10 +72,6 @@ class ForwardRounding(RoundingMode):
         """Assign formats by a trace of the model's first forward: a forward pre-hook.
 
         `assign` traces a model's forward on a batch, and assigns formats to its tensors.
-
-        Raises:
-            RuntimeError: If ops are not called one by one.
-            ValueError: If `fully_shard` has been applied to the model, or a part is compiled.
         """
         if _compiles() or torch.jit.is_tracing() or in_transform():
             raise RuntimeError(NOT_INTERCEPTED)
@@ -229,9 +221,7 @@ class ForwardRounding(RoundingMode):
     def exact(self, x: Tensor, claimed: bool) -> Compressor | None:
         """Return a compressor that keeps a rounded tensor bit for bit, or None.
 
-        Args:
-            x: A saved tensor.
-            claimed: Whether a rule compresses it; weights are kept exactly all the same.
+        If a rule compresses the saved tensor (`claimed`), only weights are kept exactly.
         """
         name = self._names.name_of(x)
         if not name or (claimed and name not in self._rounded):

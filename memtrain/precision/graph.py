@@ -105,15 +105,10 @@ def graph_of(
 ) -> Graph:
     """Trace one training forward on fake tensors; the model is not changed.
 
-    Args:
-        model: A real model, or one built under a `FakeTensorMode`. Its modes are kept if the root
-            is in training mode; else all modules are traced in training mode.
-        batch: A tensor, a tuple of arguments, or a dict of keyword arguments; real or fake.
-        choose: The plan's decisions for saved tensors, which may run a module as one op.
-        options: Options of saved tensors.
-
-    Returns:
-        The graph.
+    The model is real or built under a `FakeTensorMode`. Its modes are kept if the root is in
+    training mode; else all modules are traced in training mode. The batch is a tensor, a tuple of
+    arguments, or a dict of keyword arguments; real or fake. `choose` makes the plan's decisions for
+    saved tensors, which may run a module as one op.
 
     Raises:
         ValueError: If the model has no GEMM.

@@ -31,9 +31,6 @@ class LossScaler:
     scale. At the end of each backward pass through an output, overflows are counted, tensors may be
     promoted and the scale may change; under DistributedDataParallel, equally in all processes. A
     step whose gradients overflowed is skipped.
-
-    Args:
-        state: The state with the scale, updated after every backward pass.
     """
 
     def __init__(self, state: PrecisionState) -> None:
@@ -67,9 +64,7 @@ class LossScaler:
         """Register hooks on an optimizer, whose step finds no gradients if they overflowed.
 
         Parameters, states and step counts then stay. The gradients are restored after the step.
-
-        Returns:
-            This object, whose `remove` removes the hooks.
+        `remove` removes the hooks.
         """
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -162,11 +157,7 @@ class LossScaler:
         return grad
 
     def round_gradient(self, grad: Tensor, name: str, float_format: FloatFormat) -> Tensor:
-        """Round a gradient to its format.
-
-        Raises:
-            RuntimeError: Under `create_graph=True`: rounding has no derivative.
-        """
+        """Round a gradient to its format; raise under `create_graph=True`: no derivative exists."""
         _refuse_double_backward()
         return float_format.round(grad, seed=self.state.seed(f"gradient of {name}", float_format))
 
@@ -259,12 +250,6 @@ def unscale(grad: Tensor, found_inf: Tensor, inverse: Tensor) -> None:
     """Multiply a gradient by 1 / scale in place; set `found_inf` to 1 if it is not finite.
 
     `found_inf` and `inverse`, which is 1 / scale, are float32 scalars.
-
-    Example:
-        >>> grad, found_inf = torch.tensor([2.0, torch.inf]).bfloat16(), torch.tensor(0.0)
-        >>> unscale(grad, found_inf, torch.tensor(0.5))
-        >>> grad.tolist(), found_inf.item()
-        ([1.0, inf], 1.0)
     """
     if grad.dtype in _UNSCALED_BY_TORCH:
         torch._amp_foreach_non_finite_check_and_unscale_([grad], found_inf, inverse)
@@ -289,7 +274,7 @@ def is_training_forward() -> bool:
 def weak_results(result: Any) -> list[weakref.ref[Tensor]]:
     """Return weak references to the tensors with gradients in an op's result.
 
-    Empty tensors are left out: torch 2.11's checkpointing makes some.
+    Empty tensors are omitted: torch 2.11's checkpointing makes some.
     """
     results = result if isinstance(result, tuple | list) else (result,)
     return [
@@ -313,12 +298,7 @@ def results_alive_after(
 
 
 def tensors_in(value: Any, depth: int = MAX_DEPTH) -> Iterator[Tensor]:
-    """Yield the tensors in an object's containers and attributes.
-
-    Example:
-        >>> len([*tensors_in({"a": [torch.ones(1)], "b": (torch.ones(2), 3)})])
-        2
-    """
+    """Yield the tensors in an object's containers and attributes."""
     if isinstance(value, Tensor):
         yield value
     elif depth == 0 or isinstance(value, str | bytes | type | nn.Module):

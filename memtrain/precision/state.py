@@ -8,7 +8,7 @@ import torch
 
 from memtrain.compressors import Key
 from memtrain.kernels.floats.formats import FloatFormat
-from memtrain.precision.assignment import SIZE_ORDERED, Assignment, Precision, assign
+from memtrain.precision.assignment import SIZE_ORDERED, Names, Precision, assign
 from memtrain.precision.graph import Graph
 
 GROWTH, BACKOFF = 2.0, 0.5
@@ -29,12 +29,7 @@ class LossScale:
     """The factor of gradients inside the model, a power of two, as in torch's GradScaler.
 
     The scale is halved after a backward pass with an overflow, and doubled after `interval`
-    consecutive passes without one.
-
-    Args:
-        mode: `dynamic`, `static` or `none` (always 1).
-        initial: The first scale, a power of two.
-        interval: Number of backward passes.
+    consecutive passes without one. The mode is `dynamic`, `static` or `none` (always 1).
 
     Example:
         >>> scale = LossScale("dynamic", 8.0, 2)
@@ -86,10 +81,7 @@ class LossScale:
 
 
 class PrecisionState:
-    """Current formats of all tensors of training.
-
-    Args:
-        config: A config's `precision`.
+    """Current formats of all tensors of training, for a config's `precision`.
 
     Example:
         >>> from memtrain.precision.graph import GraphTensor
@@ -106,8 +98,8 @@ class PrecisionState:
     def __init__(self, config: Precision) -> None:
         self.config = config
         self.graph: Graph | None = None
-        self.assignment = Assignment()
-        """Before any promotion."""
+        self.forward, self.backward = Names(), Names()
+        """The result of `assign`, before any promotion."""
         self.promotions: list[Promotion] = []
         """All promotions, in order."""
         self.scale = LossScale(config.loss_scale, config.initial_scale, config.growth_interval)
@@ -120,14 +112,14 @@ class PrecisionState:
     def _index(self) -> None:
         """Index known and low names, and formats by low and high."""
         promoted = {promotion.site for promotion in self.promotions}
-        self._low = self.assignment.forward - promoted
+        self._low = self.forward - promoted
         self._known = {tensor.name for tensor in self.graph.tensors} if self.graph else set()
         self._forward = {True: self.config.low_format, False: self.config.high_format}
         self._backward = {low: self.config.backward_format(low=low) for low in (True, False)}
 
     def assign(self, graph: Graph) -> None:
         """Assign formats to the tensors of a graph."""
-        self.graph, self.assignment = graph, assign(graph, self.config)
+        self.graph, (self.forward, self.backward) = graph, assign(graph, self.config)
         self._index()
 
     def is_traced(self, name: str) -> bool:
@@ -144,7 +136,7 @@ class PrecisionState:
 
     def backward_format(self, name: str) -> FloatFormat | None:
         """Return the format of its gradient; None if it is not rounded."""
-        return self._backward[name in self.assignment.backward]
+        return self._backward[name in self.backward]
 
     def seed(self, name: str, float_format: FloatFormat | None, *, weight: bool = False) -> int:
         """Return the seed of stochastic rounding, a new one per gradient computation.
@@ -162,11 +154,7 @@ class PrecisionState:
         return self._backward[False]
 
     def promote(self, overflowed: Mapping[str, float]) -> None:
-        """End a gradient computation; promote low tensors whose overflow ratio is too high.
-
-        Args:
-            overflowed: Name -> overflow ratio, 0 to 1.
-        """
+        """End a gradient computation; promote low tensors whose overflow ratio is too high."""
         threshold = self.config.promotion
         if threshold is not None:
             for site, ratio in overflowed.items():
@@ -178,10 +166,7 @@ class PrecisionState:
     @property
     def ratio(self) -> float:
         """The low-precision ratio: the share of all elements that is low now."""
-        if self.graph is None:
-            return 0.0
-        low = Assignment(self._low, self.assignment.backward)
-        return low.elements(self.graph) / self.graph.elements
+        return self._share(self._low, Names())
 
     @property
     def demoted_ratio(self) -> float:
@@ -189,14 +174,17 @@ class PrecisionState:
 
         `size_ordered` compares this value with the requested ratio.
         """
+        tensors = self.graph.tensors if self.graph else ()
+        weights = Names(x.name for x in tensors if x.weight and x.gradient)
+        return self._share(self.forward, weights & self.forward)
+
+    def _share(self, low: Names, weights: Names) -> float:
+        """Return the share of low elements, with the gradients of some weights."""
         if self.graph is None:
             return 0.0
-        weights = sum(
-            x.numel
-            for x in self.graph.tensors
-            if x.weight and x.gradient and x.name in self.assignment.forward
-        )
-        return (self.assignment.elements(self.graph) + weights) / self.graph.elements
+        gradients = self.backward | weights
+        found = sum(x.numel * ((x.name in low) + (x.name in gradients)) for x in self.graph.tensors)
+        return found / self.graph.elements
 
     @property
     def bits(self) -> int:
@@ -215,8 +203,8 @@ class PrecisionState:
             "step": self.step,
             "promotions": [list(promotion) for promotion in self.promotions],
             "scale": self.scale.state_dict(),
-            "forward": sorted(self.assignment.forward),
-            "backward": sorted(self.assignment.backward),
+            "forward": sorted(self.forward),
+            "backward": sorted(self.backward),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -227,7 +215,7 @@ class PrecisionState:
             for step, site, ratio in state["promotions"]
         ]
         self.scale.load_state_dict(state["scale"])
-        self.assignment = Assignment(frozenset(state["forward"]), frozenset(state["backward"]))
+        self.forward, self.backward = Names(state["forward"]), Names(state["backward"])
         self._index()
 
     def __str__(self) -> str:

@@ -138,12 +138,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 
 def roundable(x: Tensor) -> bool:
-    """Return whether a tensor is a tensor of training: more than one float.
-
-    Example:
-        >>> roundable(torch.ones(2)), roundable(torch.tensor(1.0)), roundable(torch.tensor([1, 2]))
-        (True, False, False)
-    """
+    """Return whether a tensor is a tensor of training: more than one float."""
     return x.dtype in DTYPES and x.numel() > 1 and not foreign(x)
 
 

@@ -125,7 +125,7 @@ CASES = {
         (x, form, 7) for x in views() if x.dtype != torch.float64 for form in FORMATS
     ],
     "floats_decode": lambda: [
-        (rounding.encode_count(x, form)[0], form, torch.bfloat16)
+        (rounding.encode(x, form), form, torch.bfloat16)
         for x in views()
         if x.dtype != torch.float64
         for form in FORMATS

@@ -69,7 +69,7 @@ def test_promotion_is_for_good_and_from_the_next_forward_on():
     assert not torch.equal(outputs[1], FP8_FORWARD.round(outputs[1]))
     assert torch.equal(outputs[1], FP16.round(outputs[1]))
     # its gradient stays low
-    assert "0 / linear / output" in state.assignment.backward
+    assert "0 / linear / output" in state.backward
     assert state.backward_format("0 / linear / output").bits == 8
 
 
@@ -101,7 +101,7 @@ def test_promotion_goes_with_every_assignment(how):
         state = step(model, x, y)
         sites = {promotion.site for promotion in state.promotions}
         assert bool(sites) == (threshold is not None)
-        assert sites <= state.assignment.forward
+        assert sites <= state.forward
 
 
 def test_everything_may_be_promoted():
@@ -112,11 +112,11 @@ def test_everything_may_be_promoted():
             p.copy_(torch.full_like(p, 1e3))
     for _ in range(3):  # what follows a saturated tensor overflows once that is high
         state = step(model, x * 100, y)
-    assert {promotion.site for promotion in state.promotions} == state.assignment.forward
+    assert {promotion.site for promotion in state.promotions} == state.forward
     optimizer.step()
     optimizer.zero_grad()
     step(model, x, y)
-    backward = sum(v.numel for v in state.graph.tensors if v.name in state.assignment.backward)
+    backward = sum(v.numel for v in state.graph.tensors if v.name in state.backward)
     assert state.ratio == backward / state.graph.elements
 
 

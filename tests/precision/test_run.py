@@ -87,9 +87,7 @@ def test_a_step_is_the_one_worked_out_by_hand(ratio):
     loss = F.cross_entropy(model(x), y)
     loss.backward()
     state = memtrain.precision_state(model)
-    groups = {
-        value.group for value in state.graph.tensors if value.name in state.assignment.forward
-    }
+    groups = {value.group for value in state.graph.tensors if value.name in state.forward}
     assert len(groups) == {0.0: 0, 0.5: 1, 1.0: 4}[ratio]
     expected, gradients = by_hand(model, x, y, lambda group: group in groups)
     assert loss == expected

@@ -50,12 +50,7 @@ def _cdf(x: Array) -> Array:
 
 
 def normal_pdf(x: Array) -> Array:
-    """Return the standard normal density.
-
-    Example:
-        >>> round(float(normal_pdf(np.zeros(1))[0]), 6)
-        0.398942
-    """
+    """Return the standard normal density."""
     return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
@@ -212,11 +207,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def complete(function: str, parameters: Sequence[float] = ()) -> tuple[float, ...]:
-    """Complete the parameters of a function with torch's defaults.
-
-    Raises:
-        ValueError: If the name is unknown, or parameters are too many, too few or not allowed.
-        TypeError: If a parameter is not a number.
+    """Complete the parameters of a function with torch's defaults, and check them.
 
     Example:
         >>> complete("softplus", (2.0,)), complete("gelu")
@@ -248,12 +239,7 @@ def check_name(function: str, names: Sequence[str] | Mapping[str, object]) -> No
 
 
 def curve(function: str, parameters: Sequence[float] = ()) -> Curve:
-    """Return the function with its parameters set.
-
-    Example:
-        >>> curve("elu", (2.0,)).slope(np.array([0.0, 1.0])).tolist()
-        [2.0, 1.0]
-    """
+    """Return the function with its parameters set."""
     full = complete(function, parameters)  # checks the name
     return FAMILIES[function].curve(*full)
 

@@ -24,14 +24,8 @@ class Registered:
     """A registered function, called like the original.
 
     In a wrapped model the call is one op: an active `TorchFunctionMode` receives this object as the
-    function, and few-bit codes replace its saved input.
-
-    Attributes:
-        name: Its name in sites, rules and `DerivativeCode(function=...)`.
-        plain: The original function.
-        derivative: f', or None for autograd through `plain`.
-        bits: Default bits of its table.
-        interval: The interval over which the table's error is integrated.
+    function, and few-bit codes replace its saved input. `name` is its name in sites, rules and
+    `DerivativeCode(function=...)`, `bits` the default of its table.
     """
 
     name: str
@@ -52,13 +46,7 @@ class Registered:
         return self.plain(x)
 
     def table(self, bits: int | None = None) -> Approximation:
-        """Return the step function for the derivative, cached in the process.
-
-        Args:
-            bits: Bits per code, 1 to 8; `self.bits` by default.
-
-        Raises:
-            ValueError: If `bits` is not allowed.
+        """Return the step function for the derivative with `self.bits` or other bits, cached.
 
         Example:
             >>> logistic = register(torch.sigmoid, "doctest_logistic")
@@ -133,16 +121,7 @@ def register(
 
 
 def registered(name: str) -> Registered:
-    """Return the function with a name.
-
-    Raises:
-        ValueError: If the name is not registered in this process.
-
-    Example:
-        >>> registered("nothing")
-        Traceback (most recent call last):
-        ValueError: function 'nothing' is not registered in this process...
-    """
+    """Return the function with a name, which must be registered in this process."""
     if name not in REGISTERED:
         raise ValueError(
             f"function {name!r} is not registered in this process; call "

@@ -66,13 +66,7 @@ def _integrate(
 
 
 def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: int) -> Problem:
-    """Return the problem on an even grid of `cells` cells and the curve's break points.
-
-    Example:
-        >>> from memtrain.compressors.fewbit.functions import CURVES
-        >>> prepare(CURVES["selu"], None, (-1.0, 2.0), 4).grid.tolist()
-        [-1.0, -0.25, 0.0, 0.5, 1.25, 2.0]
-    """
+    """Return the problem on an even grid of `cells` cells and the curve's break points."""
     # With this order of operations 0 and other round numbers are exact grid points.
     low, high = interval
     grid = low + (high - low) * np.arange(cells + 1) / cells
@@ -93,21 +87,14 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
     """Return grid indices of the inner boundaries of the best split into `count` intervals.
 
     The energy is the same for every split, so an interval costs minus its moment**2 / mass. Costs
-    are the same in each layer, so all layers of some end points are computed together.
+    are the same in each layer, so all layers of some end points are computed together. The prefix
+    masses and moments are [n + 1]. The search takes 12 bytes per grid point and level, and the
+    costs of 128 rows.
 
     The costs violate the quadrangle inequality if f' is not monotone (GELU), so divide and conquer
-    and SMAWK would be wrong. For any f', splitting an interval never costs more:
-    T(j, i') >= T(j, i) + T(i, i'). So a start j with best[k-1][j] + T(j, i) >= best[k-1][i] is
-    dominated, in layer k, by the start i for every end behind i. It is dropped.
-
-    Args:
-        mass: Prefix mass, [n + 1].
-        moment: Prefix moment, [n + 1].
-        count: Number of intervals, at most n.
-        prune: Whether to drop dominated starts.
-
-    Memory:
-        12 bytes per grid point and level, and the costs of 128 rows.
+    and SMAWK would be wrong. For any f', splitting an interval never costs more: T(j, i') >= T(j,
+    i) + T(i, i'). So a start j with best[k-1][j] + T(j, i) >= best[k-1][i] is dominated, in layer
+    k, by the start i for every end behind i. It is dropped if `prune`.
 
     Example:
         >>> search(np.arange(5.0), np.array([0.0, 0.0, 0.0, 1.0, 2.0]), 2)
@@ -247,26 +234,18 @@ def solve(
     """Find the step function with 2**bits levels nearest to f' in the weighted L2 norm.
 
     An exact dynamic program finds the best boundaries on a grid; damped Newton steps on the
-    analytic gradient then move them off the grid.
+    analytic gradient then move them off the grid. If f', the weight and the interval are even, the
+    approximation is in |x|, so that all levels serve both halves; `error` is that of the whole
+    interval.
 
     Args:
-        fn: A name in `fewbit.functions.CURVES`, or a `Curve`.
+        fn: A name in `fewbit.functions.FAMILIES` with torch's defaults, or a `Curve`.
         bits: Bits per code, 1 to 8.
         interval: The interval of the error's integral. The outermost levels continue outside.
         weight: A positive function of float64 arrays, or None for 1. With None every level is
             exactly (f(b) - f(a)) / (b - a).
-        n: Grid cells over the interval.
+        n: Grid cells over the interval; the solver takes 12 n bytes per level.
         refine: Whether to leave the grid.
-
-    Returns:
-        The approximation. If f', the weight and the interval are even, it is in |x|, so that all
-        levels serve both halves; `error` is that of the whole interval.
-
-    Raises:
-        ValueError: If a name is unknown or a value out of range.
-
-    Memory:
-        12 n bytes per level.
 
     Example:
         >>> table = solve("gelu", 2)
@@ -308,18 +287,8 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
     hardshrink, softshrink, threshold) always have a table of one bit: their exact derivative for
     every float32, bfloat16 and float16 (subnormal break points count as 0). Other functions are
     solved on [-10, 10], scaled by alpha for celu and 1 / beta for softplus, and extended by
-    log(alpha) for elu.
-
-    Args:
-        function: A name in `fewbit.functions.FAMILIES`.
-        bits: Bits per code, 1 to 8.
-        parameters: Arguments of the torch function; torch's defaults if omitted.
-
-    Returns:
-        The approximation.
-
-    Raises:
-        ValueError: If the function is unknown, or a value out of range.
+    log(alpha) for elu. The parameters are the torch function's arguments; torch's defaults if
+    omitted.
 
     Example:
         >>> table("relu", 1).levels, table("hardtanh", 3).parity

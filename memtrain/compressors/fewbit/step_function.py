@@ -44,13 +44,7 @@ class Approximation:
         return self.parity == "even"
 
     def __call__(self, x: Array) -> Array:
-        """Return q(x) in float64; a value equal to a boundary has the level on its left.
-
-        Example:
-            >>> step = Approximation(boundaries=(0.0,), levels=(0.25, 0.5), error=0.0)
-            >>> step(np.array([-1.0, 0.0, 1.0])).tolist()
-            [0.25, 0.25, 0.5]
-        """
+        """Return q(x) in float64; a value equal to a boundary has the level on its left."""
         side = np.asarray(x, np.float64) - self.shift
         if self.even:
             side = np.abs(side)

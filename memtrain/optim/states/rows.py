@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Compressor, Packed
-from memtrain.compressors.codebook import Block, RowBlock
+from memtrain.compressors.codebook import Block
 from memtrain.kernels.codebook.lloyd_max import BITS, BLOCK
 from memtrain.kernels.codebook.quantize import quantize_scaled
 from memtrain.kernels.codebook.values import Codebook
@@ -132,9 +132,9 @@ def _sizes(compressor: Any, shape: torch.Size) -> dict[str, tuple[int, ...]]:
     """The sizes of a payload of this shape by rows."""
     rows, cols = _matrix(shape)
     if isinstance(compressor, Block):
-        size = compressor.size if isinstance(compressor, RowBlock) else compressor.block_size
-        blocks = -(-cols // size)
-        return {"codes": (rows, blocks, size * compressor.bits // 8), "scale": (rows, blocks)}
+        blocks = -(-cols // compressor.size)
+        codes = (rows, blocks, compressor.size * compressor.bits // 8)
+        return {"codes": codes, "scale": (rows, blocks)}
     vectors = {"row": (rows,), "col": (cols,)}
     if compressor.by_rows == "rank1":
         codes = {"codes": (rows, -(-cols // 8) * compressor.bits)}
