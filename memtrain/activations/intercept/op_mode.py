@@ -59,6 +59,9 @@ class OpMode(TorchFunctionMode):
     def __init__(self, replacements: Replacements | None, saved: SavedTensors | None) -> None:
         super().__init__()
         self.replacements, self.saved = replacements, saved
+        self._run = _run if replacements is None else replacements.run
+        if replacements is not None and replacements.options.low is not None:
+            self._run = replacements.run_mixed
         self.module = ""
         """Path of the module whose forward runs."""
 
@@ -78,10 +81,7 @@ class OpMode(TorchFunctionMode):
         for x in args if saved is not None and func in _READS else ():
             if isinstance(x, Tensor) and not foreign(x) and is_unwritten(x):
                 marked.append((x, x._version))
-        if self.replacements is None:
-            result = func(*args, **kwargs)
-        else:
-            result = self.replacements.run(func, args, kwargs)
+        result = self._run(func, args, kwargs)
         for x, version in marked:
             if x._version == version:
                 mark_unwritten(x)
@@ -134,6 +134,10 @@ def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: A
         return [OpMode(replacements, saved)]
     modes: list[Any] = [OpMode(replacements, None), rounding]
     return modes if saved is None else [*modes, OpMode(None, saved)]
+
+
+def _run(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
+    return func(*args, **kwargs)
 
 
 def _note_attention(saved: SavedTensors, args: Sequence[Any], kwargs: Any) -> None:

@@ -137,13 +137,6 @@ class Replacements:
 
     def run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a torch function."""
-        low = self.options.low
-        if low is None:
-            return self._run(function, args, kwargs)
-        run = partial(self._run, function)
-        return run_mixed(run, low, function, self.module, args, kwargs)
-
-    def _run(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         is_known = function in REPLACED or type(function) is Registered
         if is_known and not self.idle and is_grad_enabled():
             call = self._recognise(function, args, kwargs)
@@ -154,6 +147,11 @@ class Replacements:
                 if function is written_out and call.plain is not None:
                     return call.plain(call.x)
         return function(*args, **kwargs)
+
+    def run_mixed(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """Run a torch function of a model whose weights take two bytes."""
+        low: Any = self.options.low
+        return run_mixed(partial(self.run, function), low, function, self.module, args, kwargs)
 
     def takes(self, module: nn.Module, x: Any) -> bool:
         """Whether a module that writes an op out runs as one."""

@@ -224,7 +224,8 @@ class SavedTensors:
         kind = type(node)
         row = known_ops.KNOWN.get(kind)
         if row is None:
-            if kind not in known_ops.OWN:
+            saves = self.records is not None or node_tensors.saved_names(kind)
+            if saves and kind not in known_ops.OWN:
                 self._keep_unknown(node, function, module)
             return
         # Read before hooks are on the node: what is read later is decompressed.
@@ -235,6 +236,7 @@ class SavedTensors:
         if kernel is not None and self.attention:
             op = self.attention
         self._fused = None if kernel is None else self._attention(node, kernel, tensors, module)
+        attends = self._fused is not None or self.attention
         for saved in row.tensors:
             if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
                 continue
@@ -242,11 +244,11 @@ class SavedTensors:
             x = tensors.pop(saved.attribute, None)
             if x is not None:
                 site = Site(module, *known_ops.named(op, saved.role, function, self.attention))
-                if not self._save_of_attention(node, saved.attribute, site, x):
+                if not (attends and self._save_of_attention(node, saved.attribute, site, x)):
                     self._save(node, saved, site, x)
         for name, x in tensors.items():  # statistics, for example
             site = Site(module, op, "input3" if name in known_ops.MASKS else name)
-            if not self._save_of_attention(node, name, site, x):
+            if not (attends and self._save_of_attention(node, name, site, x)):
                 self._keep(x, site, NOT_IN_TABLE, node, name)
         self._fused = None
 
