@@ -31,7 +31,7 @@ from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import predict
 from memtrain.precision import FORMATS
 
-TINY_TESTS = "tests/kernels/test_mask.py"
+TINY_TESTS = "tests/kernels/test_pack.py::test_a_mask_takes_every_nonzero_byte_as_true"
 SANITIZERS = ("/usr/local/cuda/bin/compute-sanitizer", "/opt/cuda/bin/compute-sanitizer")
 
 Case = tuple[Row, Callable[[], Row]]

@@ -6,15 +6,13 @@ import math
 import pytest
 import torch
 
-from memtrain.kernels import cpu
 from memtrain.kernels.codebook import rank1
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import update_rules
 from memtrain.kernels.step.codecs import EXACT, FACTORED, Codec
 from memtrain.kernels.step.step import Entry
-from tests.kernels.steps import fused_step
+from tests.kernels.steps import by_threads, every_level, fused_step, instructions, run
 
 NUMBERS = {
     "adamw": {"weight_decay": 0.1},
@@ -96,13 +94,6 @@ def check_equal(got, want, before):
         assert ((a.param.double() - b.param.double()).abs() <= room).all(), (a.kind, a.param.shape)
 
 
-def run(name, before):
-    after = copy.deepcopy(before)
-    with backend(name):
-        fused_step(after)
-    return after
-
-
 @pytest.mark.filterwarnings("ignore:invalid value")  # the padding is 0 / 0 with eps=0
 def test_worked_case():
     # step 1 from zero: m = 0.1 g, v = 0.001 g^2, so the corrected update is lr * sign(g)
@@ -122,14 +113,11 @@ def test_worked_case():
 
 
 @pytest.mark.parametrize("options", NUMBERS.values(), ids=NUMBERS)
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 def test_cpp_equals_the_reference(options, level):
     before = entries(BIG, hyper(**options))
-    try:
-        cpu.call("mt_limit_isa", level)
+    with instructions(level):
         after = run("cpu", before)
-    finally:
-        cpu.call("mt_limit_isa", 2)
     check_equal(after, run("reference", before), before)
 
 
@@ -171,15 +159,7 @@ def test_double_precision_goes_by_the_reference():
 
 def test_results_do_not_depend_on_threads():
     before = entries([(1000, 77), (600, 256), (40, 3, 16, 16)], hyper())
-    threads = torch.get_num_threads()
-    results = []
-    try:
-        for n in (1, 3):
-            torch.set_num_threads(n)
-            results.append(run("cpu", before))
-    finally:
-        torch.set_num_threads(threads)
-    for a, b in zip(*results, strict=True):
+    for a, b in zip(*by_threads(lambda: run("cpu", before)), strict=True):
         assert torch.equal(a.param, b.param)
         for name in a.states[1]:
             assert torch.equal(a.states[1][name], b.states[1][name])

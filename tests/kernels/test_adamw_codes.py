@@ -1,19 +1,15 @@
 """The AdamW step's codes at the very bounds between them, at every size of scale, for every map."""
 
-import copy
-
 import pytest
 import torch
 
-from memtrain.kernels import cpu
 from memtrain.kernels.codebook import rank1
 from memtrain.kernels.codebook.quantize import quantize_blocks_reference
 from memtrain.kernels.codebook.values import Codebook
-from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.codecs import Codec
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import AdamWScalars
-from tests.kernels.steps import fused_step
+from tests.kernels.steps import instructions, run
 
 CPU = torch.device("cpu")
 # No old moments count: the new ones are g and g * g.
@@ -66,16 +62,9 @@ def same(a, b):
 
 
 def check(before, level):
-    after, expected = copy.deepcopy(before), copy.deepcopy(before)
-    try:
-        cpu.call("mt_limit_isa", level)
-        with backend("cpu"):
-            fused_step(after)
-    finally:
-        cpu.call("mt_limit_isa", 2)
-    with backend("reference"):
-        fused_step(expected)
-    for a, b in zip(after, expected, strict=True):
+    with instructions(level):
+        after = run("cpu", before)
+    for a, b in zip(after, run("reference", before), strict=True):
         for name in ("codes", "scale"):
             for mine, theirs, codec in zip(a.states, b.states, a.codecs, strict=True):
                 assert same(mine[name], theirs[name]), (name, codec, a.grad.max())

@@ -21,7 +21,7 @@ from memtrain.kernels.step.codecs import (
 )
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import RULES, adamw, lion, sgd
-from tests.kernels.steps import fused_step
+from tests.kernels.steps import every_level, fused_step, instructions, run
 
 FORMS = [("adamw", 8), *((rule, bits) for rule in ("sgd", "lion") for bits in (4, 8, 32))]
 BIG = [(300, 77), (64, 3, 7, 7), (4099,), (500, 3), (1, 901), (256, 384), (1,), (), (0, 4)]
@@ -63,20 +63,10 @@ def entry(shape, rule, bits, *, dtype=torch.float32, grad_dtype=None, maps=("DE"
     return Entry(param, grad, tuple(states), codecs, rule, numbers(rule, **options))
 
 
-def run(name, before):
-    after = copy.deepcopy(before)
-    with backend(name):
-        fused_step(after)
-    return after
-
-
 def run_at(level, before):
     """In C++, with the instructions of `level` at most."""
-    try:
-        cpu.call("mt_limit_isa", level)
+    with instructions(level):
         return run("cpu", before)
-    finally:
-        cpu.call("mt_limit_isa", 2)
 
 
 def check_equal(got, want, before):
@@ -122,7 +112,7 @@ def test_worked_lion(name):
 
 
 @pytest.mark.parametrize(("rule", "bits"), FORMS)
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 def test_cpp_equals_the_reference(rule, bits, level):
     options = list(OPTIONS.values())
     before = [entry(shape, rule, bits, **options[i % 3]) for i, shape in enumerate(BIG)]
@@ -210,7 +200,7 @@ def test_triton_blocks_that_have_no_scale(bits):
 
 
 @pytest.mark.parametrize("map", CODEBOOKS8)
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 def test_every_8_bit_code_decodes_to_its_value(map, level):
     # blocks of one code only, kept as they are: their new scale is the value itself
     codes = torch.arange(256, dtype=torch.uint8)[:, None].expand(256, 256)
@@ -226,7 +216,7 @@ def test_every_8_bit_code_decodes_to_its_value(map, level):
 
 
 @pytest.mark.parametrize("map", CODEBOOKS8)
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 def test_unsigned_8_bit_codes_around_every_bound(map, level):
     # the second moment becomes the gradient's square: a few on each side of every bound
     bounds = Codebook(map, 8, False).midpoints(torch.device("cpu"))

@@ -1,11 +1,10 @@
-"""Codebooks of 2 to 8 bits, nearest and stochastic: kernels equal to the reference."""
+"""Codebooks of 2 to 8 bits, in blocks and rank-1: worked cases, kernels equal to the reference."""
 
 import math
 
 import pytest
 import torch
 
-from memtrain.kernels import cpu
 from memtrain.kernels.codebook import quantize, rank1
 from memtrain.kernels.codebook.quantize import (
     dequantize_blocks,
@@ -15,9 +14,10 @@ from memtrain.kernels.codebook.quantize import (
     quantize_scaled,
     quantize_scaled_reference,
 )
-from memtrain.kernels.codebook.values import Codebook
+from memtrain.kernels.codebook.values import Codebook, codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.packing import bits as bitpack
+from tests.kernels.steps import every_level, instructions
 
 KERNELS = ["cpu", "triton"]
 BOOKS = [
@@ -32,6 +32,7 @@ BOOKS = [
     Codebook("DE", 8, True),
     Codebook("DE", 8, False),
 ]
+every_backend = pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 every_book = pytest.mark.parametrize("case", BOOKS, ids=lambda b: f"{b.name}-{b.bits}")
 
 
@@ -98,24 +99,20 @@ def test_rank1_equals_the_reference(name, seed, case):
         assert torch.equal(back, rank1.dequantize_reference(*want, case, shape))
 
 
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 @pytest.mark.parametrize("seed", [None, 5])
 def test_instruction_sets_equal_the_reference(level, seed):
     case, x = Codebook("DE", 8, True), sample(Codebook("DE", 8, True), (4099,))
     want = quantize_blocks_reference(x, case, 128, seed)
-    try:
-        cpu.call("mt_limit_isa", level)
-        with backend("cpu"):
-            got = quantize_blocks(x, case, block_size=128, seed=seed)
-            back = dequantize_blocks(*want, case, numel=4099)
-    finally:
-        cpu.call("mt_limit_isa", 2)
+    with instructions(level), backend("cpu"):
+        got = quantize_blocks(x, case, block_size=128, seed=seed)
+        back = dequantize_blocks(*want, case, numel=4099)
     assert torch.equal(got[0], want[0])
     assert torch.equal(got[1], want[1])
     assert torch.equal(back, dequantize_blocks_reference(*want, case, 4099))
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@every_backend
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("power", [-149, -130, -61, 61, 127])
 def test_scales_at_the_ends_of_the_range(name, seed, power):
@@ -133,7 +130,7 @@ def test_scales_at_the_ends_of_the_range(name, seed, power):
 
 
 @pytest.mark.filterwarnings("ignore:invalid value", "ignore:overflow")  # numpy, interpreted
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@every_backend
 @pytest.mark.parametrize("seed", [None, 5])
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_bad_numbers_stay_in_their_block(name, seed, bad):
@@ -151,7 +148,7 @@ def test_bad_numbers_stay_in_their_block(name, seed, bad):
         assert torch.equal(scale[block], clean[1][block])
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@every_backend
 @pytest.mark.parametrize("seed", [None, 5])
 def test_zero_blocks_have_code_zero_and_decode_to_zero(name, seed):
     x = torch.zeros(64)
@@ -204,7 +201,7 @@ def test_seeds_repeat_and_differ():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@every_backend
 def test_other_dtypes_and_strides_are_converted(name, dtype):
     x = torch.randn(20, 30).to(dtype).t()
     case = Codebook("DE", 8, True)
@@ -218,7 +215,7 @@ def test_other_dtypes_and_strides_are_converted(name, dtype):
     assert torch.equal(same, also)
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@every_backend
 @pytest.mark.parametrize("case", [Codebook("DE", 4, True), Codebook("E4M3", 8, True)], ids=str)
 def test_what_is_beyond_all_values_is_the_last_one(name, case):
     x = torch.rand(2, 128) / 2
@@ -229,3 +226,133 @@ def test_what_is_beyond_all_values_is_the_last_one(name, case):
     values, found = case.values(torch.device("cpu")), bitpack.unpack(codes, case.bits).view(2, 128)
     assert found[0, 3] == found[1, 7] == len(values) - 1
     assert found[0, 5] == found[1, 9] == 0
+
+
+# fmt: off
+SIGNED_DE = [
+    -0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0,
+    0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0,
+]
+UNSIGNED_DE = [
+    0, 0.00325, 0.00775, 0.02125, 0.04375, 0.06625, 0.08875, 0.15625,
+    0.26875, 0.38125, 0.49375, 0.60625, 0.71875, 0.83125, 0.94375, 1.0,
+]
+# fmt: on
+
+
+def test_codebooks_have_the_published_values():
+    assert codebook("DE", signed=True) == pytest.approx(SIGNED_DE, abs=1e-15)
+    assert codebook("DE", signed=False) == pytest.approx(UNSIGNED_DE, abs=1e-15)
+    assert codebook("DE-0", signed=False) == pytest.approx([0.00325, *UNSIGNED_DE[1:]], abs=1e-15)
+    assert codebook("Linear", signed=False) == tuple(k / 16 for k in range(1, 17))
+    linear = codebook("Linear", signed=True)
+    assert linear == pytest.approx(torch.linspace(-1, 1, 16, dtype=torch.float64).tolist())
+
+
+@every_backend
+def test_blocks_worked_case(name):
+    # scale 2: the normalised values are 1, -0.8, 0.1, 0 and -1, which has no code of its own;
+    # 0.145 is the midpoint of 0.0775 and 0.2125
+    x = torch.tensor([2.0, -1.6, 0.2, 0.0, -2.0, 0.28])
+    with backend(name):
+        codes, scale = quantize_blocks(x, Codebook("DE", 4, True), block_size=128)
+    assert scale.tolist() == [2.0]
+    assert bitpack.unpack(codes, 4)[0, :7].tolist() == [15, 0, 10, 7, 0, 10, 7]
+
+
+@every_backend
+def test_the_first_of_the_largest_magnitude_is_the_scale(name):
+    x = torch.zeros(4, 128)
+    x[0, 5], x[0, 70] = -2.0, 2.0
+    x[1, 5], x[1, 70] = 2.0, -2.0
+    x[2, 127] = -1e-42
+    x[3] = -0.0
+    with backend(name):
+        codes, scale = quantize_blocks(x, Codebook("DE", 4, True), block_size=128)
+        back = dequantize_blocks(codes, scale, Codebook("DE", 4, True), numel=512).view(4, 128)
+        unsigned = quantize_blocks(x, Codebook("DE", 4, False), block_size=128)[1]
+    assert scale.tolist() == [-2.0, 2.0, x[2, 127].item(), 0.0]
+    assert not scale[3].signbit()
+    assert unsigned.tolist() == scale.abs().tolist()
+    assert back[0, [5, 70]].tolist() == [-2.0, pytest.approx(2 * 0.8875)]
+    assert torch.equal(back[1], -back[0])
+    assert back[2, 127] == x[2, 127]
+
+
+@every_backend
+def test_ties_go_to_the_lower_index(name):
+    # Linear: values k / 16, so the midpoints (2 k + 1) / 32 are exact
+    x = torch.tensor([1.0, 3 / 32, 5 / 32, 31 / 32])
+    with backend(name):
+        codes, _ = quantize_blocks(x, Codebook("Linear", 4, False), block_size=128)
+    assert bitpack.unpack(codes, 4)[0, :4].tolist() == [15, 0, 1, 14]
+
+
+LINEAR = Codebook("Linear", 4, False)
+
+
+@every_backend
+def test_rank1_worked_case(name):
+    # row maxima 4 and 1, column maxima 4 and 2: scales [[4, 2], [1, 1]]
+    x = torch.tensor([[4.0, 2.0], [0.25, 1.0]])
+    with backend(name):
+        codes, scale = rank1.quantize(x, LINEAR)
+        back = rank1.dequantize(codes, scale, LINEAR, shape=(2, 2))
+    assert scale.tolist() == [4, 1, 4, 2]
+    # normalised 1, 1, 1/4, 1 on the map (k + 1) / 16
+    assert bitpack.unpack(codes, 4)[0, :4].tolist() == [15, 15, 3, 15]
+    assert torch.equal(back, x)
+
+
+def test_three_dimensions_take_the_least_of_three():
+    x = torch.arange(1.0, 25.0).view(2, 3, 4)
+    scale = rank1.maxima(x)
+    assert scale.tolist() == [12, 24, 16, 20, 24, 21, 22, 23, 24]
+    want = torch.stack(
+        [torch.minimum(torch.tensor(s), x.amax((0, 2)).view(3, 1)) for s in (12.0, 24.0)]
+    )
+    want = torch.minimum(want, x.amax((0, 1)).view(1, 1, 4))
+    least = torch.minimum(scale[:2, None], rank1.columns(scale, (2, 3, 4))[None])
+    assert torch.equal(least.view(2, 3, 4), want)
+
+
+@pytest.mark.parametrize("level", [0, 1], ids=["portable", "avx2"])
+def test_rank1_by_other_instruction_sets_equals_the_reference(level):
+    x = torch.rand(50, 77)
+    want = rank1.quantize_reference(x, LINEAR)
+    with instructions(level), backend("cpu"):
+        codes, _ = rank1.quantize(x, LINEAR)
+        back = rank1.dequantize(*want, LINEAR, shape=x.shape)
+    assert torch.equal(codes, want[0])
+    assert torch.equal(back, rank1.dequantize_reference(*want, LINEAR, x.shape))
+
+
+@pytest.mark.filterwarnings("ignore:invalid value")  # numpy, in the interpreter
+@every_backend
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_nan_and_inf_spoil_one_element_of_rank1(name, bad):
+    x = torch.rand(10, 20) + 0.5
+    x[3, 4] = bad
+    with backend(name):
+        back = rank1.dequantize(*rank1.quantize(x, LINEAR), LINEAR, shape=x.shape)
+    fine = torch.ones_like(x, dtype=torch.bool)
+    fine[3, 4] = False
+    assert not back[3, 4].isfinite()
+    # every other element has a finite maximum of at most 1.5, so its step is below 1.5 / 16
+    assert (back - x)[fine].abs().max() <= 1.5 / 32 + 1e-6
+
+
+@every_backend
+def test_zero_rows_and_subnormals_of_rank1_decode_to_nothing_big(name):
+    x = torch.zeros(4, 300)
+    x[1] = 1.0
+    x[2] = 1e-42
+    with backend(name):
+        back = rank1.dequantize(*rank1.quantize(x, LINEAR), LINEAR, shape=x.shape)
+    assert torch.equal(back[[0, 1, 3]], x[[0, 1, 3]])
+    assert back[2].max() <= 1e-42
+
+
+def test_rank1_of_one_dimension_is_refused():
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        rank1.quantize(torch.ones(5), LINEAR)

@@ -2,10 +2,10 @@ import pytest
 import torch
 
 from memtrain.compressors.fewbit.solver import table
-from memtrain.kernels import cpu
 from memtrain.kernels.cpu import library
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.dispatch import backend, has_triton
+from tests.kernels.steps import instructions
 
 BACKENDS = [
     "reference",
@@ -87,14 +87,10 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
     levels = torch.linspace(0, 3, 2**bits).tolist()
     results = []
     for choice in ("reference", "cpu"):
-        try:
-            cpu.call("mt_limit_isa", level)
-            with backend(choice):
-                codes = derivative.encode(x, boundaries, shift=0.25)
-                dx = derivative.backward(grad, codes, levels)
-                results.append((codes, dx, derivative.decode(codes, levels, n, dtype)))
-        finally:
-            cpu.call("mt_limit_isa", 2)
+        with instructions(level), backend(choice):
+            codes = derivative.encode(x, boundaries, shift=0.25)
+            dx = derivative.backward(grad, codes, levels)
+            results.append((codes, dx, derivative.decode(codes, levels, n, dtype)))
     for reference, kernel in zip(*results, strict=True):
         torch.testing.assert_close(kernel, reference, rtol=0, atol=0, equal_nan=True)
 

@@ -5,13 +5,12 @@ import copy
 import pytest
 import torch
 
-from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step.split import MasterWeight, merge, split
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import sgd
 from tests.kernels import test_adamw, test_blockstep
-from tests.kernels.steps import fused_step
+from tests.kernels.steps import fused_step, instructions
 
 # dtype, the correction's, stochastic
 FORMS = {
@@ -69,12 +68,8 @@ def check_equal_to_a_step_of_the_master(whole, form):
 def test_equal_to_a_step_of_the_master(form, name):
     levels = {"portable": 0, "avx2": 1}
     whole = [halved(e, form, k) for shape in SHAPES for k, e in enumerate(steps(shape))]
-    try:
-        cpu.call("mt_limit_isa", levels.get(name, 2))
-        with backend("reference" if name == "reference" else "cpu"):
-            check_equal_to_a_step_of_the_master(whole, form)
-    finally:
-        cpu.call("mt_limit_isa", 2)
+    with instructions(levels.get(name, 2)), backend("reference" if name == "reference" else "cpu"):
+        check_equal_to_a_step_of_the_master(whole, form)
 
 
 KINDS = list(steps((1, 1)))

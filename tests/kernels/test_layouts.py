@@ -1,18 +1,22 @@
-"""Steps of parameters that are not contiguous: copies, one at a time, to the same bits."""
+"""Steps of parameters that are not contiguous: copies, one at a time, to the same bits.
+
+A step of fake tensors for CUDA allocates what the Triton step does between its kernels.
+"""
 
 import copy
 import math
+from itertools import accumulate
 
 import pytest
 import torch
+from torch import nn
 
+from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.kernels.dispatch import backend, simulating
 from memtrain.kernels.step.prepared import PreparedStep
 from tests.kernels.forms import FORMS, entry_of, tensors
 from tests.kernels.steps import fused_step
-from tests.kernels.test_passes import held, unlaunched
 
-__all__ = ["unlaunched"]
 SHAPES = [(32, 16, 3, 3), (64, 24, 2, 2)]
 KEPT = {"float32": 4 + 4, "bf16+8": 2 + 2 + 1}
 """How weights are kept -> bytes an element of the weight, its gradient and its correction."""
@@ -84,6 +88,50 @@ def test_a_step_holds_the_copies_of_one_parameter(form):
     assert (left, most <= real <= most + 64) == (0, True)  # scalars, too
     with simulating():
         assert held(lambda: fused_step(given)) == (most, 0)
+
+
+TABLE = torch.zeros(2**12, dtype=torch.int64)
+
+
+def held(run):
+    """The most bytes alive besides what was there, and those in the end."""
+    recorder = StorageRecorder(nn.Identity())
+    with recorder:
+        run()
+    alive = [*accumulate(delta for _, delta, _, _ in recorder.events)] or [0]
+    return max(alive), alive[-1]
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    """No kernel is run, and no table travels: what torch allocates does not depend on them."""
+    pytest.importorskip("triton")
+    from memtrain.kernels.step import launch
+
+    monkeypatch.setattr(launch, "launch", lambda *given, **options: None)
+    monkeypatch.setattr(launch, "new_table", lambda size, device: 2 * (TABLE[:size],))
+    monkeypatch.setattr(launch, "send", lambda numbers, to: None)
+    return launch
+
+
+WHOLE = {form: [(320, 256), (64, 640)] for form in FORMS}
+WHOLE["rank-1"] = [(320, 256), (8, 16, 32)]
+WITHOUT_VECTORS = ("exact", "4 bits", "4 bits, stochastic", "8 bits", "lion", "sgd", "no state")
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_a_simulated_step_of_contiguous_ones_holds_what_the_launches_do(form, unlaunched):
+    given = [entry_of(form, kept, shape) for kept in ("bf16", "float32") for shape in WHOLE[form]]
+    with backend("triton"):
+        fused_step(given)  # tables of programs are made at the first call
+        real = held(lambda: fused_step(given))
+    with simulating("cuda"):
+        assert held(lambda: fused_step(given)) == real
+    assert (real[0] == 0) == (form in WITHOUT_VECTORS)
+    with simulating():
+        assert held(lambda: fused_step(given)) == (0, 0)
+        turned = [e._replace(grad=e.grad.mT.contiguous().mT) for e in given]
+        assert held(lambda: fused_step(turned))[0] == sum(e.grad.nbytes for e in given)
 
 
 @pytest.mark.parametrize("form", FORMS)

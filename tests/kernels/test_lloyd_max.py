@@ -1,12 +1,10 @@
 """Two bits of a moment over the second's factors: by hand, and where what is lost goes."""
 
-import copy
 import math
 
 import pytest
 import torch
 
-from memtrain.kernels import cpu
 from memtrain.kernels.codebook.lloyd_max import LARGE, SMALL, VALUES, decode, encode
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.packing import bits as bitpack
@@ -15,7 +13,7 @@ from memtrain.kernels.step.codecs import EXACT, FACTORED, LLOYD_MAX
 from memtrain.kernels.step.split import MasterWeight
 from memtrain.kernels.step.step import Entry
 from memtrain.kernels.step.update_rules import later_weight
-from tests.kernels.steps import fused_step
+from tests.kernels.steps import every_level, fused_step, instructions, run
 
 NAMES = ("codes", "scale", "row", "col")
 
@@ -34,13 +32,6 @@ def entry(shape, numbers, dtype=torch.float32, *, first=True, **others):
 
 def hyper(step=3, betas=(0.9, 0.999), eps=1e-8, **options):
     return update_rules.adamw(step, lr=1e-2, betas=betas, eps=eps, **options)
-
-
-def run(name, before):
-    after = copy.deepcopy(before)
-    with backend(name):
-        fused_step(after)
-    return after
 
 
 def test_codes_by_hand():
@@ -159,7 +150,7 @@ def exactly(shape, dtype=torch.float32, **others):
 
 
 @pytest.mark.parametrize("up", [False, True], ids=["min", "max"])
-@pytest.mark.parametrize("level", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 def test_cpp_equals_the_reference(level, up):
     before = [exactly(shape, up=up) for shape in [(64, 256), (256, 32), (8, 2, 4, 8), (2, 16)]]
     before += [exactly((64, 256), torch.bfloat16), exactly((2, 16), torch.float16)]
@@ -167,11 +158,8 @@ def test_cpp_equals_the_reference(level, up):
     before.append(exactly((64, 128), torch.bfloat16, master=sr))
     own = MasterWeight(torch.zeros(64, 64, dtype=torch.int8))
     before.append(exactly((64, 64), torch.bfloat16, master=own))
-    try:
-        cpu.call("mt_limit_isa", level)
+    with instructions(level):
         after = run("cpu", before)
-    finally:
-        cpu.call("mt_limit_isa", 2)
     check_equal(after, run("reference", before))
 
 

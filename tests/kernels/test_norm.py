@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.group import group
 from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.norm import norm_quantize
+from tests.kernels.steps import by_threads, every_level, instructions
 
 FORMS = {
     "layer": {"centred": True, "narrow": False},
@@ -69,28 +69,18 @@ def test_the_c_library_equals_the_reference(shape, dtype, form):
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_every_instruction_set_equals_the_reference():
+@every_level
+def test_every_instruction_set_equals_the_reference(level):
     arguments = example(9, 264, torch.float32)
     expected = on("reference", *arguments, codes=options(4, 88))
-    try:
-        for level in (0, 1, 2):
-            cpu.call("mt_limit_isa", level)
-            found = on("cpu", *arguments, codes=options(4, 88))
-            assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    finally:
-        cpu.call("mt_limit_isa", 2)
+    with instructions(level):
+        found = on("cpu", *arguments, codes=options(4, 88))
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_threads_do_not_change_the_result():
-    arguments, before = example(600, 256, torch.float32), torch.get_num_threads()
-    results = []
-    try:
-        for threads in (1, 3):
-            torch.set_num_threads(threads)
-            results.append(on("cpu", *arguments))
-    finally:
-        torch.set_num_threads(before)
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+    arguments = example(600, 256, torch.float32)
+    assert all(map(torch.equal, *by_threads(lambda: on("cpu", *arguments))))
 
 
 @every_form

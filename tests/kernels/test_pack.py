@@ -1,3 +1,5 @@
+"""Codes of 1 to 8 bits and masks in bytes: their layout, and kernels equal to the reference."""
+
 import pytest
 import torch
 
@@ -6,7 +8,7 @@ from memtrain.kernels.packing import bits as bit_codes
 from memtrain.kernels.packing import pack
 
 SHAPES = [(0,), (), (1,), (255,), (256,), (257,), (3, 85, 7), (20, 256)]
-BACKENDS = ["reference", "cpu", "triton"]
+every_backend = pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
 WIDTHS = range(1, 9)
 
 
@@ -29,7 +31,7 @@ def test_two_bits_and_the_mask_agree_on_the_layout():
     assert torch.equal(pack.pack_codes(x, 1), bit_codes.pack(x.view(1, 256), 1).view(-1))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_pack_and_unpack_match_reference(name, bits):
     for shape in SHAPES:
@@ -44,7 +46,7 @@ def test_pack_and_unpack_match_reference(name, bits):
         assert torch.equal(restored, x.flatten())
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend
 @pytest.mark.parametrize("bits", [1, 3, 5, 8])
 def test_high_bits_do_not_reach_neighbours_and_strides_do_not_matter(name, bits):
     x = torch.randint(0, 256, (30, 20), dtype=torch.uint8).t()[::3]
@@ -55,7 +57,7 @@ def test_high_bits_do_not_reach_neighbours_and_strides_do_not_matter(name, bits)
     assert torch.equal(expanded.view(4, 30), (x[:1] & (2**bits - 1)).expand(4, 30))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@every_backend
 def test_packed_codes_need_not_be_contiguous(name):
     x = codes((300,), 3)
     packed = pack.pack_codes(x, 3)
@@ -72,3 +74,88 @@ def test_wrong_input_is_refused():
             pack.pack_codes(codes((3,), 1), bits)
     with pytest.raises(ValueError, match=r"\(64,\).*300 elements of 2 bits need.*\(128,\)"):
         pack.unpack_codes(torch.zeros(64, dtype=torch.uint8), 2, 300)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+@pytest.mark.parametrize("shape", [(1, 8), (3, 24), (2, 256), (0, 8)])
+def test_unpack_inverts_pack(bits, shape):
+    codes = torch.randint(0, 2**bits, shape)
+    packed = bit_codes.pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert packed.shape == (shape[0], shape[1] * bits // 8)
+    assert torch.equal(bit_codes.unpack(packed, bits), codes)
+
+
+@pytest.mark.parametrize("bits", WIDTHS)
+def test_pack_matches_the_layout_computed_bit_by_bit(bits):
+    codes = torch.randint(0, 2**bits, (2, 48))
+    count = bit_codes.lanes(bits)
+    width = 48 // count
+    expected = []
+    for block in codes.tolist():
+        row = [0] * (48 * bits // 8)
+        for position in range(width):
+            word = sum(block[lane * width + position] << (lane * bits) for lane in range(count))
+            for k in range(count * bits // 8):
+                row[k * width + position] = word >> (8 * k) & 0xFF
+        expected.append(row)
+    assert bit_codes.pack(codes, bits).tolist() == expected
+
+
+@pytest.mark.parametrize(
+    ("numel", "rows"), [(0, 0), (1, 1), (8, 1), (9, 2)], ids=["empty", "one", "whole", "tail"]
+)
+def test_blocks_pads_with_zeros(numel, rows):
+    padded = bit_codes.blocks(torch.ones(numel), 8)
+    assert padded.shape == (rows, 8)
+    assert padded.sum() == numel
+
+
+def test_four_bits_are_the_nibble_layout():
+    codes = torch.randint(0, 16, (1, 128))
+    assert torch.equal(bit_codes.pack(codes, 4)[0].long(), codes[0, :64] | codes[0, 64:] << 4)
+
+
+def test_three_bits_are_three_little_endian_bytes_of_eight_codes():
+    # 1 + 2*8 + 3*64 + 4*512 + 5*4096 + 6*32768 + 7*262144 = 0b111_110_101_100_011_010_001_000
+    codes = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
+    word = 0b111_110_101_100_011_010_001_000
+    assert bit_codes.pack(codes, 3).tolist() == [[word & 255, word >> 8 & 255, word >> 16]]
+
+
+def test_a_mask_matches_a_worked_case():
+    x = torch.zeros(300, dtype=torch.bool)
+    x[[0, 32, 33, 255, 256, 299]] = True
+    expected = torch.zeros(64, dtype=torch.uint8)
+    expected[0], expected[1], expected[31] = 0b11, 0b10, 0b1000_0000
+    expected[32], expected[32 + 11] = 1, 0b10  # 299 = 256 + 32 + 11
+    assert torch.equal(pack.pack_reference(x.view(torch.uint8), 1), expected)
+
+
+@every_backend
+@pytest.mark.parametrize("shape", [(0,), (), (257,)], ids=str)
+def test_a_mask_is_packed_and_unpacked_as_the_reference_does(name, shape):
+    x = torch.rand(shape) < 0.3
+    expected = pack.pack_reference(x.view(torch.uint8), 1)
+    with backend(name):
+        packed = pack.pack_mask(x)
+        restored = pack.unpack_mask(packed, x.numel())
+    assert torch.equal(packed, expected)
+    assert packed.numel() == (x.numel() + 255) // 256 * 32
+    assert restored.dtype == torch.bool
+    assert torch.equal(restored, x.flatten())
+
+
+@every_backend
+def test_a_mask_takes_every_nonzero_byte_as_true(name):
+    x = torch.randint(0, 256, (30, 20), dtype=torch.uint8).t()[::3]
+    with backend(name):
+        restored = pack.unpack_mask(pack.pack_mask(x), x.numel())
+    assert torch.equal(restored.view(x.shape), x != 0)
+
+
+def test_a_mask_of_wrong_input_is_refused():
+    with pytest.raises(TypeError, match=r"float32.*bool"):
+        pack.pack_mask(torch.zeros(3))
+    with pytest.raises(ValueError, match=r"\(32,\).*300 elements of 1 bits need.*\(64,\)"):
+        pack.unpack_mask(torch.zeros(32, dtype=torch.uint8), 300)

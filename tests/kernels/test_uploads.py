@@ -1,16 +1,20 @@
 """Tables of steps on their way to a device that works later than the host asks."""
 
 import copy
+from collections import deque
 from functools import partial
+from itertools import chain
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import launch, prepared, update_rules, uploads
-from memtrain.kernels.step.prepared import PreparedSteps
-from tests.kernels.kept_steps import step_kept
+from memtrain.kernels.step.groups import inputs_of
+from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps, signature
 from tests.kernels.test_blockstep import entry
 
 
@@ -46,6 +50,27 @@ class Late(TorchDispatchMode):
     def run(self):
         for work in self.queue:
             work()
+
+
+def signature_of(entries):
+    payloads = chain.from_iterable(e.states for e in entries)
+    corrections = [e.master.correction for e in entries if e.master.correction is not None]
+    tensors = [*chain.from_iterable(payload.values() for payload in payloads), *corrections]
+    more = [(e.rule, e.codecs, e.master.mode, e.guard is not None) for e in entries]
+    return signature([e.param for e in entries], [e.grad for e in entries], tensors, more)
+
+
+def step_kept(entries, steps):
+    """One step, as the fused optimizers make it."""
+    first, key = id(entries[0].param), signature_of(entries)
+    known = steps.find(first, key)
+    if known is not None:
+        known.run(inputs_of(entries))
+        return
+    made = PreparedStep(entries)
+    made.run()
+    if made.lasting:
+        steps.keep(first, key, made)
 
 
 def three_steps(entries, tables):
@@ -118,3 +143,37 @@ def test_tables_are_bounded(device, monkeypatch):
             step_kept([one], tables)
     assert len(made) == 6  # the last one was there, the first no more
     assert len(tables) == 3
+
+
+class Raced(deque):
+    """Another thread gives all away, between a look and what follows it."""
+
+    def __len__(self):
+        seen = super().__len__()
+        self.clear()
+        return seen
+
+
+def in_flight():
+    waited = []
+    held, stream = CopiesInFlight(), SimpleNamespace(wait_event=waited.append)
+    for copied in range(AT_ONCE):
+        held.add(stream, copied, object())
+    return held, waited
+
+
+def test_a_stream_waits_for_each_copy_in_order():
+    held, waited = in_flight()
+    held.make_room()
+    assert waited == [0]
+    held.clear()
+    held.clear()
+    assert waited == [*range(AT_ONCE)]
+
+
+@pytest.mark.parametrize("give", [CopiesInFlight.make_room, CopiesInFlight.clear])
+def test_what_another_thread_gives_away_meanwhile_is_passed_over(give):
+    held, waited = in_flight()
+    held._held = Raced(held._held)
+    give(held)
+    assert waited == []

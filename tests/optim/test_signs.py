@@ -11,10 +11,10 @@ from memtrain.compressors import COMPRESSORS, Key
 from memtrain.compressors.base import STATE
 from memtrain.compressors.floats import Float
 from memtrain.compressors.named import named
-from memtrain.kernels import cpu
 from memtrain.kernels.codebook.values import CODEBOOKS, codebook
 from memtrain.kernels.dispatch import backend
 from memtrain.optim.states import layout
+from tests.kernels.steps import every_level, instructions
 from tests.optim.behaviours import FUSED, every, make
 
 SIGNED = [name for name in CODEBOOKS if name != "DE-0"]
@@ -78,7 +78,7 @@ def test_scales_without_a_sign_are_refused_for_momentum(state):
         layout.check_state(named("Rank-1/Linear", signed=True), state)
 
 
-def run(name, sign, levels, **options):
+def run(name, sign, level, **options):
     """Weights after 20 steps of zero-mean gradients; some blocks have ties."""
     params = [nn.Parameter(torch.zeros(shape)) for shape in ((64, 256), (33, 150), (5000,), (40,))]
     optimizer = make(name, params, **{"lr": 1e-3, "weight_decay": 0.0, **options})
@@ -86,18 +86,15 @@ def run(name, sign, levels, **options):
     for _ in range(20):
         for param in params:
             param.grad = sign * torch.randn(param.shape, generator=generator).bfloat16().float()
-        try:
-            cpu.call("mt_limit_isa", levels)
+        with instructions(level):
             optimizer.step()
-        finally:
-            cpu.call("mt_limit_isa", 2)
     return [param.detach() for param in params]
 
 
-@pytest.mark.parametrize("levels", [0, 1, 2], ids=["portable", "avx2", "avx512"])
+@every_level
 @every
-def test_opposite_gradients_step_opposite_ways(name, levels):
-    for ours, opposite in zip(run(name, 1, levels), run(name, -1, levels), strict=True):
+def test_opposite_gradients_step_opposite_ways(name, level):
+    for ours, opposite in zip(run(name, 1, level), run(name, -1, level), strict=True):
         assert ours.any()
         assert torch.equal(ours, -opposite)
 
