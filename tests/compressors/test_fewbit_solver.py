@@ -101,21 +101,6 @@ def test_search_finds_what_brute_force_finds(function, weight, bits):
     assert found.boundaries == tuple(problem.grid[list(best)].tolist())
 
 
-@pytest.mark.parametrize("bits", [1, 2, 3, 5, 7])
-@pytest.mark.parametrize("weight", [None, normal_pdf], ids=["uniform", "normal"])
-def test_pruned_search_is_as_good_as_the_exhaustive_one(bits, weight):
-    for function, curve in CURVES.items():
-        problem = solver.prepare(curve, weight, (-6.0, 7.0), 300)
-        every, few = (
-            solver.search(problem.mass, problem.moment, 2**bits, prune=prune)
-            for prune in (False, True)
-        )
-        errors = [solver.fit(problem, problem.grid[cut])[1] for cut in (every, few)]
-        # Equal but for ties, where sums of numbers as large as the energy differ in rounding.
-        assert abs(errors[0] - errors[1]) <= problem.noise, function
-        assert len(few) == 2**bits - 1 == len(set(few))
-
-
 def test_pruned_search_is_exhaustive_on_rough_functions():
     rng = np.random.default_rng(0)
     for _ in range(100):
@@ -163,33 +148,6 @@ def test_error_is_the_integral_of_the_squared_difference(function, bits):
     integral = ((CURVES[function].slope(x) - step(x)) ** 2).sum() * width
     # Midpoints err where a cell holds a boundary, by at most the jump of q (1 at most) there.
     assert step.error == pytest.approx(integral, abs=width * (np.diff(step.levels) ** 2).sum())
-
-
-def test_uniform_levels_are_difference_quotients():
-    step = table("silu", 3)
-    edges = np.array([-10.0, *step.boundaries, 10.0])
-    value = CURVES["silu"].value(edges)
-    assert np.allclose(step.levels, np.diff(value) / np.diff(edges), rtol=1e-12, atol=0)
-
-
-@pytest.mark.parametrize("weight", [None, normal_pdf], ids=["uniform", "normal"])
-def test_hessian_is_the_derivative_of_the_gradient(weight):
-    problem = solver.prepare(CURVES["silu"], weight, (-10.0, 10.0), 200)
-    s, step = np.array([-3.0, -1.234, 0.321, 2.222, 4.1]), 1e-5
-    shift = step * np.eye(5)
-    ahead, behind = solver.gradient(problem, s + shift), solver.gradient(problem, s - shift)
-    # central differences of f'' and of the gradient: 1e-16 / 1e-6, times jumps of about 1
-    assert np.allclose(solver.hessian(problem, s), (ahead - behind) / (2 * step), rtol=0, atol=1e-8)
-
-
-@pytest.mark.parametrize("weight", [None, normal_pdf], ids=["uniform", "normal"])
-def test_gradient_is_the_derivative_of_the_error(weight):
-    problem = solver.prepare(CURVES["gelu"], weight, (-10.0, 10.0), 200)
-    s, step = np.array([-1.234, 0.321, 2.222]), 1e-5
-    shift = step * np.eye(3)
-    numeric = (solver.fit(problem, s + shift)[1] - solver.fit(problem, s - shift)[1]) / (2 * step)
-    # central differences: step**2 and the error's rounding (1e-15 * energy / step)
-    assert np.allclose(solver.gradient(problem, s), numeric, rtol=0, atol=1e-8)
 
 
 def test_refine_reaches_a_stationary_point_below_the_grid_error():

@@ -1,7 +1,12 @@
+"""Groups, and those of logarithms of which only exp() is asked: these are cut off far below."""
+
+import math
+
 import pytest
 import torch
 
-from memtrain.compressors import Group, Key
+from memtrain.compressors import Group, Host, Identity, Key
+from memtrain.compressors.log_group import SPAN, cut_, of_logarithms
 
 
 @pytest.mark.parametrize(
@@ -45,19 +50,37 @@ def test_the_key_feeds_stochastic_rounding_only():
         assert torch.equal(*codes) != differs
 
 
-def test_mean_over_keys_is_the_tensor():
-    x = torch.linspace(-1.0037, 2.0091, 512)
-    compressor, count = Group(bits=2), 4000
-    total = torch.zeros(512, dtype=torch.float64)
-    for step in range(count):
-        total += compressor.decompress(compressor.compress(x, key=Key(step=step))).double()
-    lo, hi = (
-        compressor.compress(x, key=Key()).tensors["bounds"].double().T.repeat_interleave(256, 1)
-    )
-    step = (hi - lo) / 3
-    chance = ((x.double() - lo) / step).frac()
-    error = step * (chance * (1 - chance) / count).sqrt() + 1e-12
-    # |z| > 6 has probability 2e-9, any of 512 1e-6; 16 random bits may shift a mean by 2**-17 step.
-    off = ((total / count - x.double()).abs() - 2.0**-17 * step).clamp(min=0)
-    assert (off / error).max() < 6
-    assert (off / error).max() > 1
+def around(x):
+    code = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32", floor=-SPAN)
+    return code.decompress(code.compress(x, key=Key()))
+
+
+def test_a_range_of_log_probabilities_ends_below_zero():
+    # by hand: from -20 to 0 in 255 steps of 4 / 51; -1 is 242.25 steps up, -2 is 229.5
+    x = torch.tensor([0.0, -1.0, -2.0, -1e9, -math.inf, -25.0, -20.0, -19.0])
+    codes = [255, 242, 230, 0, 0, 0, 0, 13]  # -2 lies half way, which is rounded up
+    expected = torch.tensor([-20 + code * 20 / 255 for code in codes])
+    torch.testing.assert_close(around(x), expected)
+
+
+def test_what_lies_within_the_range_is_quantised_as_by_a_group():
+    torch.manual_seed(0)
+    x, key = torch.randn(5, 77).log_softmax(-1), Key(seed=3)
+    group = Group(bits=8, group_size=64)
+    one, two = (kind.compress(x, key=key) for kind in (group, of_logarithms(group)))
+    for name, part in one.tensors.items():
+        assert torch.equal(part, two.tensors[name])
+    assert around(torch.empty(0)).shape == (0,)
+
+
+def test_a_group_is_replaced_and_other_compressors_are_not():
+    group = Group(bits=3, group_size=64, bounds="fp32", whole_rows=True)
+    found = of_logarithms(group)
+    assert vars(found) == vars(group) | {"floor": -SPAN}
+    assert of_logarithms(Host(inner=group)).inner == found != group
+    assert of_logarithms(Identity()) == Identity()
+    x = torch.tensor([-math.inf, 0.0])
+    cut_(x, Identity())
+    assert x.tolist() == [-math.inf, 0.0]
+    cut_(x, group)
+    assert x.tolist() == [-SPAN, 0.0]

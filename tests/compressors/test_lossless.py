@@ -4,14 +4,6 @@ import torch
 from memtrain.compressors import Integers, Key, Mask
 
 
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (256,), (3, 100)], ids=str)
-def test_mask_is_exact_at_one_bit(shape):
-    x = torch.rand(shape) < 0.5
-    packed = Mask().compress(x, key=Key())
-    assert torch.equal(Mask().decompress(packed), x)
-    assert packed.nbytes == (x.numel() + 255) // 256 * 32
-
-
 def test_mask_takes_only_bool():
     with pytest.raises(TypeError, match=r"uint8; allowed: torch\.bool"):
         Mask().compress(torch.zeros(3, dtype=torch.uint8), key=Key())

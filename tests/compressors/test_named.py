@@ -1,15 +1,24 @@
-"""Names of the literature: which compressor each one is, and the errors of wrong names."""
+"""Compressors of states: which one each name of the literature is, and the errors of wrong ones."""
 
 import pytest
 import torch
 
-from memtrain.compressors import Block, Key, Rank1
+from memtrain.compressors import Block, Factored, Identity, Key, Rank1
 from memtrain.compressors.named import named
+from memtrain.kernels.codebook.values import codebook
 
 
 @pytest.mark.parametrize(
     ("name", "signed", "want"),
     [
+        ("identity", True, Identity()),
+        ("factored", False, Factored()),
+        ("B128/DE", True, Block()),
+        ("B2048/DE", True, Block(block_size=2048)),
+        ("B128/DE-0", False, Block(map="DE-0", signed=False)),
+        ("B128/Linear", False, Block(map="Linear", signed=False)),
+        ("Rank-1/Linear", False, Rank1()),
+        ("Rank-1/DE-0", False, Rank1(map="DE-0")),
         ("B128/DE+SR", True, Block(rounding="stochastic")),
         ("B256/DE8", True, Block(block_size=256, bits=8)),
         ("B128/DE-05+SR", False, Block(map="DE-0", bits=5, signed=False, rounding="stochastic")),
@@ -30,10 +39,16 @@ def test_bits_are_the_names_or_the_arguments():
     assert named("B128/DE3", signed=True, bits=8).bits == 3
 
 
-@pytest.mark.parametrize(
-    ("wrong", "near"),
-    [("rank-1/Linear", "Rank-1/Linear"), ("B128/DE+sr", "B128/DE")],
-)
+WRONG = {
+    "rank-1/Linear": "Rank-1/Linear",
+    "Rank1/Linear": "Rank-1/Linear",
+    "B128/DE+sr": "B128/DE",
+    "B128/De": "B128/DE",
+    "factor": "factored",
+}
+
+
+@pytest.mark.parametrize(("wrong", "near"), WRONG.items())
 def test_wrong_names_give_a_near_one(wrong, near):
     with pytest.raises(ValueError, match=f"nearest valid name is '{near}"):
         named(wrong, signed=False)
@@ -48,3 +63,28 @@ def test_eight_bits_keep_more_than_four(map, scale):
         compressor = named(name, signed=False, bits=8)
         errors.append((compressor.decompress(compressor.compress(x, key=Key())) - x).abs().mean())
     assert errors[1] < errors[0] / 2
+
+
+def test_values_of_the_map_are_kept_exactly():
+    values = torch.tensor(codebook("DE", signed=True))
+    x = torch.cat([values, torch.zeros(112), 3 * values, torch.zeros(112)])
+    back = Block().decompress(Block().compress(x, key=Key()))
+    assert torch.equal(back[:128], x[:128])
+    assert torch.allclose(back[128:], x[128:], rtol=2**-23, atol=0)
+
+
+@pytest.mark.parametrize("options", [{"block_size": 100}, {"bits": 9}, {"map": "de"}])
+def test_bad_fields_raise(options):
+    with pytest.raises(ValueError, match=r"must be|allowed"):
+        Block(**options)
+
+
+def test_factors_take_the_bytes_of_rows_and_columns():
+    packed = Factored().compress(torch.rand(64, 3, 7, 7, dtype=torch.float64), key=Key())
+    assert packed.nbytes == 4 * (64 + 147)
+    assert Factored().decompress(packed).dtype == torch.float64
+
+
+def test_factors_of_one_dimension_are_refused():
+    with pytest.raises(ValueError, match="at least 2 dimensions"):
+        Factored().compress(torch.ones(5), key=Key())
