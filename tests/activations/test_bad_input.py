@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import memtrain
-from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.compressors import DerivativeCode, Group, Identity
+from tests.activations.intercept.intercepted import intercept
 from tests.activations.proof.comparison import in_thread
 
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l2", "gact4", "patch4x4")
@@ -310,9 +309,7 @@ def exact(site):
 
 
 def intercepted(model, choose, min_elements=1):
-    Interception(
-        model, choose, options=Options(min_elements=min_elements), seed=0, on_saved=list.copy
-    ).attach()
+    intercept(model, choose, min_elements=min_elements)
     return model
 
 

@@ -19,11 +19,10 @@ def lossy(site):
     return DerivativeCode(bits=3) if site.op in NONLINEAR else Group(bits=4)
 
 
-def intercept(model, choose=lossy, records=None):
+def intercept(model, choose=lossy, records=None, **options):
     on_saved = list.copy if records is None else records.extend
-    interception = Interception(
-        model, choose, options=Options(min_elements=64), seed=0, on_saved=on_saved
-    )
+    options = Options(**{"min_elements": 64, **options})
+    interception = Interception(model, choose, options=options, seed=0, on_saved=on_saved)
     interception.attach()
     return interception
 

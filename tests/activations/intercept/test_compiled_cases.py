@@ -18,10 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import memtrain
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.site import UNKNOWN_READER
-from memtrain.audit.live_storages import storage_nbytes
 from memtrain.compressors import Group, Host, Key
-from tests.activations.intercept.compiled_nets import gradient
-from tests.graphs import graph_nodes
+from tests.activations.intercept import compiled_nets as nets
+from tests.activations.intercept.compiled_nets import gradient, held
 
 BACKEND = "aot_eager_decomp_partition"  # generates no code
 pytestmark = [
@@ -67,13 +66,8 @@ def wrapped(model, preset="balanced"):
     return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), preset)
 
 
-def held(output, *others):
-    saved = [x for node in graph_nodes(output) for x in getattr(node, "saved_tensors", ())]
-    return storage_nbytes(saved, exclude=[output, *others])
-
-
 def planned(model):
-    return sum(row.planned for row in memtrain.plan_of(model).entries("activation"))
+    return nets.planned(model)[0]
 
 
 def test_cuda_graphs_are_cut_at_the_compressing_op():

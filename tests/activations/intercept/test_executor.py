@@ -9,9 +9,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.compressors import Group, Identity
+from tests.activations.intercept.intercepted import intercept
 
 EIGHT = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32")
 
@@ -141,17 +140,9 @@ every_row = pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 
 def step(model, inputs, grad=None, choose=None):
     """Gradients of one step, and what it kept."""
-    records = []
-    interception = None
+    records, interception = [], None
     if choose is not None:
-        interception = Interception(
-            model,
-            choose,
-            options=Options(min_elements=64, derive_outputs=False),
-            seed=0,
-            on_saved=records.extend,
-        )
-        interception.attach()
+        interception = intercept(model, choose, records, derive_outputs=False)
     torch.manual_seed(1)
     y = model(*inputs)
     if interception is not None:
@@ -236,19 +227,10 @@ def test_embedding_keeps_narrow_indices_and_its_gradient_is_exact():
         def forward(self, index):
             return self.table(index * 1)  # not the model's own input, which stays alive anyway
 
-    model, index = Embedded(), torch.arange(2000) % 200
-    records = []
-    interception = Interception(
-        model,
-        lambda site: EIGHT,
-        options=Options(min_elements=64, derive_outputs=False),
-        seed=0,
-        on_saved=records.extend,
-    )
+    model, index, records = Embedded(), torch.arange(2000) % 200, []
     plain = torch.autograd.grad(model(index).square().sum(), model.table.weight)[0]
-    interception.attach()
+    intercept(model, lambda site: EIGHT, records, derive_outputs=False)
     ours = torch.autograd.grad(model(index).square().sum(), model.table.weight)[0]
-    interception.detach()
     (kept,) = [r for r in records if r.site.op == "embedding" and r.compressor]
     assert (kept.nbytes, kept.planned) == (16000, 2000)
     assert torch.equal(ours, plain)

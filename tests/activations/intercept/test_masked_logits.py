@@ -10,6 +10,10 @@ from torch import nn
 from memtrain import wrap
 from memtrain.compressors.log_group import SPAN
 
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 ROWS, CLASSES = 128, 96
 LOSSES = {
     "cross_entropy": F.cross_entropy,
@@ -61,8 +65,6 @@ def narrowest():
     return (groups.amax(1) - groups.amin(1)).min().item()
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize(
     ("name", "compiled"),
     # Of a compiled logsumexp no one knows the rows.
@@ -84,6 +86,17 @@ def test_gradients_err_no_more_than_without_a_mask(name, compiled):
         assert error(fill, "balanced") <= most  # logsumexp is exact
 
 
+def with_and_without(model, compiled, *inputs):
+    """The gradient of the head under `balanced`, compiled or not, and the exact one."""
+    model(*inputs).backward()
+    exact = model.head.weight.grad.clone()
+    model.zero_grad()
+    run = torch.compile(model, backend="aot_eager") if compiled else model
+    run, _ = wrap(run, torch.optim.SGD(model.parameters(), lr=0.1), "balanced")
+    run(*inputs).backward()
+    return model.head.weight.grad, exact
+
+
 class Levels(nn.Module):
     """Rows of very different size: logsumexp's backward reads only the differences within a row."""
 
@@ -95,25 +108,17 @@ class Levels(nn.Module):
         return (self.head(x) + levels).logsumexp(self.dim).mean()
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("dim", [0, 1, (0,), (0, 1), -1])
 def test_rows_of_different_size_do_not_cut_each_other(dim, compiled):
     torch.manual_seed(0)
     x, levels = torch.randn(ROWS, 48), 30.0 * torch.arange(ROWS)[:, None]
     levels = levels if dim in (1, -1) else levels[:64].T
-    model = Levels(dim)
-    model(x, levels).backward()
-    exact = model.head.weight.grad.clone()
-    model.zero_grad()
-    run = torch.compile(model, backend="aot_eager") if compiled else model
-    run, _ = wrap(run, torch.optim.SGD(model.parameters(), lr=0.1), "balanced")
-    run(x, levels).backward()
+    found, exact = with_and_without(Levels(dim), compiled, x, levels)
     # A group's range is at most 4 rows of 30, or all 64 columns; a step is a 255th of that. exp()
     # of an error is as wrong as that is long; what is cut by another row's largest is without end.
     step = 30 * 64 / 255
-    assert (model.head.weight.grad - exact).norm() < math.exp(step) * exact.norm()
+    assert (found - exact).norm() < math.exp(step) * exact.norm()
 
 
 class Twice(nn.Module):
@@ -128,17 +133,9 @@ class Twice(nn.Module):
         return (y * y).mean()
 
 
-@pytest.mark.usefixtures("fresh_compiler")
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 def test_what_reads_the_values_themselves_has_them_whole(compiled):
     torch.manual_seed(0)
-    model, x = Twice(), torch.randn(ROWS, 48)
-    model(x).backward()
-    exact = model.head.weight.grad.clone()
-    model.zero_grad()
-    run = torch.compile(model, backend="aot_eager") if compiled else model
-    run, _ = wrap(run, torch.optim.SGD(model.parameters(), lr=0.1), "balanced")
-    run(x).backward()
+    found, exact = with_and_without(Twice(), compiled, torch.randn(ROWS, 48))
     # 4-bit groups err by 0.17 (tests/activations/test_attention_masks.py); cut, by 0.8
-    assert (model.head.weight.grad - exact).norm() < 0.2 * exact.norm()
+    assert (found - exact).norm() < 0.2 * exact.norm()

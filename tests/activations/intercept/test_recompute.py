@@ -412,13 +412,3 @@ def test_a_pattern_without_modules_is_an_error_before_anything_changes(pattern):
     assert repr(pattern) in str(caught.value)
     assert not hasattr(model, "_memtrain")
     assert not any(m._forward_hooks for m in model.modules())
-
-
-def test_a_plan_file_carries_it(tmp_path):
-    model = make()
-    optimizer = torch.optim.AdamW(model.parameters())
-    plan = memtrain.make_plan(model, optimizer, config(["h.0"], LOSSY), batch=X)
-    plan.save(tmp_path / "plan.yaml")
-    again = memtrain.make_plan(model, optimizer, tmp_path / "plan.yaml", batch=X)
-    assert again.config.activations.recompute == ["h.0"]
-    assert again.to_yaml() == plan.to_yaml()

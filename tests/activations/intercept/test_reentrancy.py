@@ -20,7 +20,6 @@ from memtrain.activations.saved import node_tensors
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group
 from tests.activations.intercept.intercepted import identity, intercept, lossy, stack_is_clean
-from tests.activations.replaced import recognise
 
 CHOICES = {"identity": identity, "lossy": lossy}
 
@@ -214,13 +213,6 @@ def test_a_small_view_changed_in_place_is_refused(choose):
     intercept(model, CHOICES[choose])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         model(torch.randn(64, 64)).sum().backward()
-
-
-def test_calls_with_arguments_that_are_not_known_are_left_to_torch():
-    x = torch.randn(2, 3, 8, 8, requires_grad=True)
-    assert recognise("elu", (x, 1.0, 2.0, 3.0), {}) is None  # scales: torch._C._nn.elu
-    assert recognise("elu", (x, 1.0, 2.0), {}) is None
-    assert recognise("gelu", (x,), {"approximate": "foo"}) is None
 
 
 def test_a_wrapped_model_can_be_traced_by_jit():

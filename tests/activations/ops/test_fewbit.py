@@ -27,19 +27,6 @@ def saved(y: torch.Tensor) -> list[torch.Tensor]:
     return list(y.grad_fn.saved_tensors)
 
 
-@pytest.mark.parametrize("function", PLAIN)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_value_is_torchs_own_and_gradient_is_the_level(function, dtype):
-    code = DerivativeCode(bits=3, function=function)
-    x = (torch.randn(7, 100) * 2).to(dtype).requires_grad_()
-    grad = torch.randn(7, 100).to(dtype)
-    y = fewbit(x, code)
-    y.backward(grad)
-    assert torch.equal(y, PLAIN[function](x))
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    assert torch.equal(x.grad, (grad.to(wide) * level(x, code).to(wide)).to(dtype))
-
-
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
 def test_only_packed_codes_are_kept(bits):
     x = torch.randn(8, 512, requires_grad=True)

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 from torch.nn.modules import _functions as functions
 
-from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.replaced_ops import writes_out
 from memtrain.activations.ops import norm_calls
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Group, Identity, Key
+from tests.activations.intercept.intercepted import intercept
 from tests.activations.ops.test_norms import errors, gradients
 
 
@@ -118,19 +117,10 @@ def test_a_model_that_writes_its_norm_out_is_intercepted():
     (cls, *_) = _written_out()["llama"]
     records = []
     model = nn.Sequential(nn.Linear(64, 96), cls(96), nn.Linear(96, 8))
-    interception = Interception(
-        model,
-        lambda site: Group(bits=4),
-        options=Options(min_elements=64, derive_outputs=False),
-        seed=0,
-        on_saved=records.extend,
-    )
     x = torch.randn(32, 64)
     plain = model(x)
-    interception.attach()
-    ours = model(x)
-    interception.detach()
-    assert torch.equal(ours, plain)
+    intercept(model, lambda site: Group(bits=4), records, derive_outputs=False)
+    assert torch.equal(model(x), plain)
     norms = [r for r in records if r.site.module == "1" and r.planned]
     assert {r.site.op for r in norms} == {"rms_norm"}
     # 3,072 elements at 4 bits, two bounds per group of 256, and 32 numbers of 4 bytes
@@ -174,8 +164,7 @@ def test_a_norm_across_processes_keeps_its_input_in_groups(cls, monkeypatch):
     model(x).square().sum().backward()
     exact = model[0].weight.grad.clone()
     model.zero_grad()
-    choose, options = lambda site: Group(bits=8), Options(min_elements=64)
-    Interception(model, choose, options=options, seed=0, on_saved=records.extend).attach()
+    intercept(model, lambda site: Group(bits=8), records)
     model(x).square().sum().backward()
     (row,) = [r for r in records if r.site.module == "1" and r.nbytes == 8 * 16 * 16 * 16 * 4]
     if cls is Custom:

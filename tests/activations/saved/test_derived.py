@@ -8,10 +8,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import memtrain
-from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
+from tests.activations.intercept.intercepted import intercept
 from tests.activations.proof.comparison import in_thread
 
 GROUP = Group(bits=8, bounds="fp32")
@@ -42,18 +41,8 @@ class GEGLU(SwiGLU):
 
 
 def attached(model, choose, *, derive=True, products=False, records=None):
-    on_saved = list.copy if records is None else records.extend
-    interception = Interception(
-        model,
-        choose,
-        options=Options(
-            min_elements=64, derive_outputs=derive, derive_smooth=derive, derive_products=products
-        ),
-        seed=0,
-        on_saved=on_saved,
-    )
-    interception.attach()
-    return interception
+    options = {"derive_outputs": derive, "derive_smooth": derive, "derive_products": products}
+    return intercept(model, choose, records, **options)
 
 
 def gradients(model, x):

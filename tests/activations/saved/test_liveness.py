@@ -5,12 +5,12 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.store import Entry
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group, Identity
+from tests.activations.intercept.intercepted import intercept
 
 OPTIONS = Options(min_elements=64)
 
@@ -43,8 +43,7 @@ class Buckets(nn.Module):
 def live(model, batch, choose):
     """The records of a real forward, its gradient, and the bytes that it leaves alive."""
     records = []
-    interception = Interception(model, choose, options=OPTIONS, seed=0, on_saved=records.extend)
-    interception.attach()
+    interception = intercept(model, choose, records)
     nbytes, y = saved_nbytes(lambda: model(batch), exclude=[batch])
     interception.detach()
     return records, torch.autograd.grad(y.square().sum(), next(iter(model.parameters())))[0], nbytes
