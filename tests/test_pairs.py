@@ -7,6 +7,8 @@ import pickle
 import pytest
 import torch
 from torch import nn
+from transformers.activations import NewGELUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import memtrain
 from memtrain.activations.intercept.hooks import Interception
@@ -306,17 +308,14 @@ def test_interceptions_do_not_pile_up():
 
 
 @pytest.mark.parametrize(
-    "copied",
-    [
-        copy.deepcopy,
-        pytest.param(lambda x: pickle.loads(pickle.dumps(x)), marks=pytest.mark.nightly),
-    ],
+    "copied", [copy.deepcopy, lambda x: pickle.loads(pickle.dumps(x))], ids=["copied", "pickled"]
 )
 @pytest.mark.parametrize("preset", ["balanced", "all_four", "activations_only"])
 def test_copies_of_both_train_equally_and_resume(preset, copied):
     def new():
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+        replaced = nn.LayerNorm(256), nn.GELU(), NewGELUActivation(), LlamaRMSNorm(256)
+        model = nn.Sequential(nn.Linear(64, 256), *replaced, nn.Linear(256, 64))
         return memtrain.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-2), preset)
 
     def steps(model, optimizer, numbers):

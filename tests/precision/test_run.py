@@ -410,7 +410,6 @@ def test_compiling_a_wrapped_model_is_an_error_and_disabling_works(later):
     assert torch.equal(around(x), model(x).sum())
 
 
-@pytest.mark.nightly
 def test_gpt2_trains_in_mixed_precision():
     from transformers import GPT2Config, GPT2LMHeadModel
 

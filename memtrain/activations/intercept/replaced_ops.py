@@ -114,6 +114,12 @@ class WrittenOut:
             return written_out(module, args[0])
         return type(module).forward(module, *args, **kwargs)
 
+    def __getstate__(self) -> dict[str, nn.Module | None]:
+        return {"module": self._module()}
+
+    def __setstate__(self, state: dict[str, nn.Module | None]) -> None:
+        self._module = WeakRef(state["module"])  # the copy of the module, which has this forward
+
 
 def _takes(module: nn.Module, x: Any) -> bool:
     """Return whether the active `OpMode` replaces this module's forward by one op."""
