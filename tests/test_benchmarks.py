@@ -235,10 +235,3 @@ def test_wrong_arguments_are_named(command, capsys, monkeypatch, arguments, mess
         command.main(arguments)
     assert failure.value.code == 2
     assert message in capsys.readouterr().err
-
-
-def test_the_pages_count_the_committed_peaks():
-    rows = read(ROOT / "benchmarks/results/peaks.csv")
-    held = sum(row["holds"] == "True" for row in rows)
-    for page in ("README.md", "docs/evidence.md"):
-        assert f"in {held} of {len(rows)} rows" in (ROOT / page).read_text()

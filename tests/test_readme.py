@@ -1,15 +1,19 @@
-"""The README's loop runs as it stands, its commands and presets exist, and it stays short."""
+"""The README's loop runs, its commands and presets exist; the FAQ quotes the package's messages."""
 
+import ast
 import csv
 import re
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from memtrain.config.sources import options
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
+QUOTED = re.findall(r'(?m)^### "(.+)"$', (ROOT / "docs/faq.md").read_text())
 
 
 def test_the_loop_of_the_diff_runs():
@@ -57,3 +61,28 @@ def test_the_rows_of_predicted_peaks_are_counted_as_committed():
     assert f"{within} of {len(rows)} rows" in (ROOT / "docs/evidence.md").read_text()
     assert f"| {within} within 3%" in (ROOT / "docs/guides/report.md").read_text()
     assert f"| {within} within 3%" in (ROOT / "benchmarks/README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def messages():
+    """Every string of the package, with a space in place of each value."""
+    found = []
+    for path in (ROOT / "memtrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                parts = [
+                    part.value if isinstance(part, ast.Constant) else " " for part in node.values
+                ]
+                found.append("".join(map(str, parts)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.append(node.value)
+    return "\n".join(found)
+
+
+def test_there_are_quotes():
+    assert len(QUOTED) >= 10
+
+
+@pytest.mark.parametrize("quote", QUOTED)
+def test_the_package_has_the_message(quote, messages):
+    assert quote in messages

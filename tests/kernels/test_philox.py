@@ -86,15 +86,6 @@ def test_uniform_blocks_stays_inside_and_is_uniform():
     assert ((counts - n / 16) ** 2 / (n / 16)).sum() < 56.5
 
 
-def test_uniform_blocks_does_not_depend_on_the_number_of_blocks():
-    few, many = (philox.uniform_blocks(n, 64, 5, torch.device("cpu")) for n in (3, 50))
-    assert torch.equal(few, many[:3])
-
-
-def test_uniform_blocks_of_nothing():
-    assert philox.uniform_blocks(0, 64, 5, torch.device("cpu")).shape == (0, 64)
-
-
 def test_uniform_pairs_turns_the_words_of_odd_blocks():
     u = philox.uniform_pairs(3, 16, 7, torch.device("cpu"))
     for block in range(3):
@@ -123,10 +114,11 @@ def test_uniform_pairs_is_uniform_and_nearly_independent():
             assert abs(both - p * q) < 2.0**-10 + 5 * (p * q * (1 - p * q) / (n / 2)) ** 0.5
 
 
-def test_uniform_pairs_does_not_depend_on_the_number_of_blocks():
-    few, many = (philox.uniform_pairs(n, 64, 5, torch.device("cpu")) for n in (3, 50))
+@pytest.mark.parametrize("draw", [philox.uniform_blocks, philox.uniform_pairs])
+def test_numbers_do_not_depend_on_the_number_of_blocks(draw):
+    few, many = (draw(n, 64, 5, torch.device("cpu")) for n in (3, 50))
     assert torch.equal(few, many[:3])
-    assert philox.uniform_pairs(0, 64, 5, torch.device("cpu")).shape == (0, 64)
+    assert draw(0, 64, 5, torch.device("cpu")).shape == (0, 64)
 
 
 LAYOUT = named_format("fp8_forward:stochastic").layout

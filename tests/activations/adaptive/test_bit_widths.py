@@ -43,16 +43,31 @@ def last_cut(costs, bits):
     )
 
 
-def test_a_case_worked_by_hand():
+WORKED = {  # sensitivities, sizes and a budget, and the bits of each
     # 8 bits each take 24 of the 6 bits; every cut of the first costs 100 times the others'.
     # At (4, 1, 1) the terms are 100/225 + 1 + 1; (3, 2, 1) gives 100/49 + 1/9 + 1, more.
-    assert allocate([100.0, 1.0, 1.0], [1, 1, 1], 6) == [4, 1, 1]
-    assert objective([100.0, 1.0, 1.0], [4, 1, 1]) == pytest.approx(100 / 225 + 2)
-
-
-def test_a_large_item_is_cut_first_for_it_frees_more():
+    "the first is sensitive": (([100.0, 1.0, 1.0], [1, 1, 1], 6), [4, 1, 1]),
     # A cut from 3 to 2 bits costs either item 50, and frees 3 times as much of the larger one.
-    assert allocate([550.0, 549.0], [3, 1], 10) == [2, 3]
+    "a large item is cut first": (([550.0, 549.0], [3, 1], 10), [2, 3]),
+    "no items": (([], [], 0), []),
+    "nothing to cut": (([1.0, 2.0], [5, 6], 8 * 11), [8, 8]),
+    "a sensitivity of zero": (([0.0, 5.0], [1, 1], 9), [1, 8]),
+    "a budget met to the bit": (([1.0] * 10, [0.1] * 10, 0.1 * 10 * 2), [2] * 10),
+    **{
+        f"a sensitivity of {bad}": (([bad, 1.0], [1, 1], 9), allocate([CAP, 1.0], [1, 1], 9))
+        for bad in (math.nan, math.inf, 1e300)
+    },
+}
+
+
+@pytest.mark.parametrize("case", WORKED)
+def test_a_case_worked_by_hand(case):
+    given, bits = WORKED[case]
+    assert allocate(*given) == bits
+
+
+def test_zero_sensitivities_stay_within_the_budget():
+    assert sum(allocate([0.0, 0.0], [1, 1], 6)) <= 6
 
 
 @settings(max_examples=200, deadline=None)
@@ -95,29 +110,6 @@ def test_of_equal_sizes_the_more_sensitive_has_no_fewer_bits(costs, average):
     ranked = sorted(zip(costs, bits, strict=True))
     for (lower, fewer), (higher, more) in itertools.pairwise(ranked):
         assert fewer <= more or lower == higher
-
-
-def test_no_items():
-    assert allocate([], [], 0) == []
-
-
-def test_nothing_to_cut_leaves_the_most_bits():
-    assert allocate([1.0, 2.0], [5, 6], 8 * 11) == [8, 8]
-
-
-def test_zero_sensitivities_are_cut_to_the_ground_first():
-    assert allocate([0.0, 5.0], [1, 1], 9) == [1, 8]
-    bits = allocate([0.0, 0.0], [1, 1], 6)
-    assert sum(bits) <= 6
-
-
-def test_bad_sensitivities_count_as_the_cap():
-    for bad in (math.nan, math.inf, 1e300):
-        assert allocate([bad, 1.0], [1, 1], 9) == allocate([CAP, 1.0], [1, 1], 9)
-
-
-def test_a_budget_met_to_the_bit_is_met():
-    assert allocate([1.0] * 10, [0.1] * 10, 0.1 * 10 * 2) == [2] * 10
 
 
 @pytest.mark.parametrize(

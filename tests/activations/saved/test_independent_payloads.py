@@ -1,6 +1,7 @@
 """Factors that the backward multiplies have independent errors, so that gradients are unbiased."""
 
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -72,29 +73,12 @@ class Chain(nn.Module):
         return pool[-1]
 
 
-@pytest.mark.parametrize("seed", range(8))
-def test_a_tensor_that_multiplies_twice_has_an_unbiased_gradient(seed):
-    torch.manual_seed(seed)
-    model, x = Chain(seed), torch.randn(32, 32)
-    exact = flat(parameter_gradients(twin(model), x).grads)
-    mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
-    right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)
-    assert right, found
-
-
 class ThroughThread(nn.Linear):
+    """Multiplies by what another thread has made of its factor."""
+
     def forward(self, x):
         h = super().forward(x)
         return in_thread(lambda squared: 2 * squared, h * h) * h
-
-
-def test_factors_that_meet_through_another_thread_have_independent_payloads():
-    torch.manual_seed(0)
-    model, x = ThroughThread(32, 32), torch.randn(32, 32)
-    exact = flat(parameter_gradients(twin(model), x).grads)
-    mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
-    right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)
-    assert right, found
 
 
 class Cube(nn.Linear):
@@ -103,12 +87,21 @@ class Cube(nn.Linear):
         return h * h * h
 
 
-def test_a_compiled_tensor_that_multiplies_twice_has_an_unbiased_gradient():
-    torch.manual_seed(0)
-    model, x = Cube(32, 32), torch.randn(32, 32)
+MODELS = {
+    **{f"chain {seed}": partial(Chain, seed) for seed in range(8)},
+    "through a thread": partial(ThroughThread, 32, 32),
+    "compiled": partial(Cube, 32, 32),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_tensor_that_multiplies_twice_has_an_unbiased_gradient(name):
+    torch.manual_seed(int(name[-1]) if name.startswith("chain") else 0)
+    model, x = MODELS[name](), torch.randn(32, 32)
     exact = flat(parameter_gradients(twin(model), x).grads)
     mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
-    mine.compile(backend="aot_eager")
+    if name == "compiled":
+        mine.compile(backend="aot_eager")
     right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)
     assert right, found
 

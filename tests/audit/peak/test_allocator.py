@@ -1,10 +1,11 @@
-"""The simulated caching allocator: cases worked by hand from the rules of torch's own."""
+"""The simulated caching allocator, and what is alive at each moment: cases worked by hand."""
 
 import pytest
 
+from memtrain.audit.peak import Moment, Timeline
 from memtrain.audit.peak.allocator import CachingAllocator, OutOfMemoryError, run_steps
 from memtrain.audit.peak.allocator import reserved_nbytes as reserved
-from memtrain.audit.peak.timeline import NO_STORAGE
+from memtrain.audit.peak.timeline import NO_STORAGE, replay
 
 KIB, MIB = 2**10, 2**20
 
@@ -131,3 +132,48 @@ def test_states_that_a_step_replaces_are_not_counted_twice():
     found = run_steps(events, ["optimizer states", "optimizer states"])
     assert sizes(found) == (20 * MIB, 40 * MIB)
     assert found.peak_allocated == 40 * MIB
+
+
+def events_by_hand():
+    return [
+        (0, 1000, "forward", "start"),
+        (1, 600, "forward", "a"),
+        (2, 100, "forward", "b"),
+        (2, -100, "forward", "b"),
+        (3, 50, "backward", "c"),
+        (1, -600, "backward", "c"),
+        (3, -25, "backward", "c"),
+    ]
+
+
+CATEGORIES = ["weights", "saved activations", "temporaries", "gradients"]
+
+
+def test_replay_by_hand():
+    found = replay(events_by_hand(), CATEGORIES)
+    assert [(moment.label, moment.phase, moment.nbytes) for moment in found.moments] == [
+        ("start", "forward", 1000),
+        ("a", "forward", 1600),
+        ("b", "forward", 1700),
+        ("c", "backward", 1650),
+    ]
+    assert found.peak.parts == {"weights": 1000, "saved activations": 600, "temporaries": 100}
+    assert found.peak.label == "b"
+    without = replay(events_by_hand(), ["weights", "", "temporaries", "gradients"])
+    assert without.peak.nbytes == 1100
+
+
+def test_replay_rounds_as_the_allocator_does_and_adds_workspaces():
+    held = {"forward": 7, "backward": 14, "step": 14}
+    found = replay(events_by_hand(), CATEGORIES, unit=512, workspaces=held)
+    # 1000 takes 1024, 600 takes 1024, 100 takes 512, 50 takes 512.
+    assert [m.nbytes for m in found.moments] == [1031, 2055, 2567, 2574]
+    assert found.peak.parts["allocator rounding"] == 24 + 424 + 462
+    assert found.peak.parts["workspaces"] == 14
+    assert found.requested == 1700 + 7
+
+
+def test_an_empty_timeline_has_no_peak():
+    assert Timeline((Moment("a", "step", 0, {}),)).peak.label == "a"
+    with pytest.raises(ValueError, match="nothing ran"):
+        _ = Timeline(()).peak
