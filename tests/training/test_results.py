@@ -53,13 +53,6 @@ def test_what_was_not_measured_is_a_dash():
     assert line["step time (median)"][-2:] == ["-", "-"]
 
 
-def test_ratios():
-    ratio = results.ratios({"plain": PLAIN, "wrapped": WRAPPED})
-    assert ratio["states"] == 0.125
-    assert ratio["step_seconds"] == 2.0
-    assert results.ratios({"plain": PLAIN}) == {}
-
-
 def test_metrics_are_on_disk_at_once_and_never_overwritten(tmp_path):
     path = tmp_path / "metrics.csv"
     write = results.metrics_file(path, ROWS[:1])

@@ -1,8 +1,11 @@
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from memtrain import api
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.training.data import build_source
 from memtrain.training.run import BYTES, Run, is_due, pick_device
@@ -89,3 +92,18 @@ def test_periods_and_devices():
         assert pick_device("auto") == torch.device("cpu")
         with pytest.raises(ValueError, match="sees no CUDA device"):
             pick_device("cuda")
+
+
+@pytest.mark.filterwarnings("ignore:the saved activations' bits")
+def test_a_run_measures_and_resumes(smoke):
+    config = smoke("preset=gact4", "activations.adapt_interval=2", "data.sequence=32")
+    source = build_source(config.data, config.seed)
+    run = Run("wrapped", config, source)
+    for _ in range(2):
+        run.train_step()
+    bits = api.plan_of(run.model).bits
+    assert bits.calls == 2
+    assert len(set(bits.widths.values())) > 1
+    other = Run("wrapped", config, source)
+    other.load_state(copy.deepcopy(run.state()))
+    assert [other.train_step().loss for _ in range(2)] == [run.train_step().loss for _ in range(2)]

@@ -13,7 +13,7 @@ from memtrain.training import checkpoint
 from memtrain.training import session as session_module
 from memtrain.training.run import Run
 from memtrain.training.session import Session, new_folder
-from memtrain.training.settings import TrainConfig, from_mapping
+from memtrain.training.settings import TrainConfig, compose, from_mapping
 from tests.equality import differences
 from tests.training.runs import at_step, killed, resumed
 
@@ -219,3 +219,20 @@ def test_a_disk_that_fills_up_keeps_the_older_checkpoint(smoke, small_files, mon
     monkeypatch.undo()
     again = resumed(session.folder)
     assert again.train()["plain"]["steps"] == 8
+
+
+@pytest.mark.nightly
+def test_a_run_under_a_budget_keeps_its_promise(tmp_path):
+    overrides = [
+        "experiment=smoke", "budget=2MB", "training.runs=[wrapped]", f"output.folder={tmp_path}",
+        "output.quiet=true",
+    ]  # fmt: skip
+    console = Console(record=True, width=120)
+    session = Session(from_mapping(compose(overrides)), console=console)
+    summary = session.train()["wrapped"]
+    assert session.fit is not None
+    assert session.fit.peak.nbytes <= 2_000_000
+    assert summary["bytes"]["peak"] == pytest.approx(session.fit.peak.nbytes, rel=0.03)
+    assert "promised peak" in console.export_text()
+    assert (session.folder / "plan.yaml").read_text().startswith("# A memtrain plan")
+    assert torch.isfinite(torch.tensor(summary["train_loss"]))

@@ -1,7 +1,11 @@
 import pytest
 
 from memtrain.config import sources as base
-from memtrain.training.settings import compose, from_mapping
+from memtrain.training.data import build_source
+from memtrain.training.networks import build_model
+from memtrain.training.settings import PlannerConfig, compose, from_mapping
+
+TEXT = {"name": "text", "path": __file__}
 
 
 @pytest.mark.parametrize("experiment", base.options("experiment"))
@@ -51,3 +55,29 @@ def test_bad_values(override, message):
 def test_wrong_type():
     with pytest.raises(TypeError, match=r"training\.steps"):
         from_mapping(compose(["training.steps=many"]))
+
+
+@pytest.mark.parametrize(
+    ("build", "spec", "message"),
+    [
+        (build_source, {"name": "txt"}, "did you mean 'text'"),
+        (build_source, {}, "data.name='None' is unknown"),
+        (build_source, {**TEXT, "sequense": 4}, "did you mean 'sequence'"),
+        (build_source, {**TEXT, "validation": float("nan")}, "data.validation=nan is out of range"),
+        (build_source, {**TEXT, "sequence": 10**7}, "at least one row of data.sequence=10"),
+        (build_model, {"name": "gtp"}, "did you mean 'gpt'"),
+        (build_model, {"name": "gpt", "widht": 3}, "did you mean 'width'"),
+        (build_model, {"name": "gpt", "width": 10, "heads": 4}, "not a multiple of model.heads=4"),
+        (build_model, {"name": "gpt", "layers": 0}, "model.layers=0 is out of range"),
+    ],
+)
+def test_bad_data_and_models(build, spec, message):
+    with pytest.raises(ValueError, match=message):
+        build(spec, seed=0)
+
+
+def test_wrong_values_are_named_before_anything_runs():
+    with pytest.raises(ValueError, match="unknown allow 'all'"):
+        PlannerConfig(allow=["all"])
+    config = from_mapping(compose(["experiment=smoke", "budget=2MB", "planner.max_error=0.5"]))
+    assert (config.budget, config.planner.max_error) == ("2MB", 0.5)
