@@ -9,18 +9,18 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.adaptive.noise_warning import noise_warning
 from memtrain.activations.adaptive.replay import (
     Closure,
     Gradient,
     dot,
     gradient_replay,
+    noise_warning,
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.fit import Choose
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.call_arguments import call_arguments, check_order
 from memtrain.api import plan_of

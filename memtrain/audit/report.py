@@ -9,8 +9,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from memtrain.activations.intercept.compiler_internals import inside_compiled
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import NO_BLOCKS, recomputed
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.site import RECOMPUTE, Record, Site
 from memtrain.activations.trace.call_arguments import check_order
 from memtrain.activations.trace.fake_copies import caches_cleared

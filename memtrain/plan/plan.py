@@ -14,9 +14,9 @@ from torch.optim import Optimizer
 
 from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.compiler_internals import inside_compiled
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
 from memtrain.activations.saved.fit import Choose
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
@@ -92,7 +92,7 @@ class Plan:
 
     @property
     def options(self) -> Options:
-        """The options of saved tensors for every compressor."""
+        """Return the options of saved tensors for every compressor."""
         own = self.config.activations
         return Options(
             min_elements=own.min_elements,
@@ -106,14 +106,14 @@ class Plan:
 
     @property
     def compresses(self) -> bool:
-        """Whether the plan changes the saved tensors of forwards."""
+        """Return whether the plan changes the saved tensors of forwards."""
         own = self.config.activations
         recomputes = own.recompute or own.recompute_inputs != KEEP
         return bool(self.activation_rules or recomputes or self.config.precision.active)
 
     @property
     def intercepts(self) -> bool:
-        """Whether the plan changes ops of a forward or their saved tensors."""
+        """Return whether the plan changes ops of a forward or their saved tensors."""
         return self.compresses or self.config.weights != KEEP
 
     @property

@@ -30,12 +30,7 @@ UNKNOWN = "unknown: "
 
 @dataclass(frozen=True)
 class PlanEntry:
-    """The bytes of a site, and its compressor or the reason to keep it.
-
-    Example:
-        >>> PlanEntry("wte.weight / adamw / exp_avg", "state", 4096, 544, "Block()").planned
-        544
-    """
+    """The bytes of a site, and its compressor or the reason to keep it."""
 
     site: str
     kind: str
@@ -181,13 +176,7 @@ def parameters_in_groups(optimizers: Iterable[Optimizer]) -> set[Tensor]:
 
 
 def training_dtypes(model: nn.Module, config: Any) -> dict[Tensor, torch.dtype]:
-    """Map the parameters stored in two bytes to their dtype in the forward.
-
-    Example:
-        >>> from memtrain.config.sources import Config
-        >>> [*training_dtypes(nn.Linear(1, 1), Config(weights="bf16+8")).values()]
-        [torch.bfloat16, torch.bfloat16]
-    """
+    """Map the parameters stored in two bytes to their dtype in the forward."""
     if config.weights == KEEP:
         return {}
     low, kept = parse(config.weights).dtype, keeps_float32(model)
@@ -219,10 +208,6 @@ def predict_states(
 
     A site is `parameter / optimizer / state`. Entries with unknown bytes have 0 bytes and a reason
     that begins with `unknown: `.
-
-    Raises:
-        TypeError: With rules, for an optimizer that has compressed states already.
-        ValueError: For a compressor that cannot serve its state.
 
     Example:
         >>> import torch

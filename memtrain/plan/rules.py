@@ -34,10 +34,6 @@ class Rules:
     """Ordered rules over names; the first rule whose every pattern matches wins.
 
     A plan's `sites` come before the user's `exceptions` and the config's `rules`.
-
-    Raises:
-        ValueError: For an invalid compressor or pattern, with its key.
-        TypeError: For a value that describes no compressor.
     """
 
     def __init__(self, config: Activations | Optim) -> None:
@@ -132,12 +128,7 @@ def matches(name: str, patterns: Sequence[str]) -> bool:
 
 
 def activation_rules(config: Activations, modules: Sequence[str]) -> Rules:
-    """Build the rules for saved tensors.
-
-    Raises:
-        ValueError: For an exception, a plan file's site or a recomputed module that the model does
-            not have, and for a compressor that rules may not name.
-    """
+    """Build the rules for saved tensors."""
     _check_exceptions(config.exceptions, "activations", "module", modules)
     recompute_inputs(config)
     sites = {site: Site.parse(site) for site in config.sites}
@@ -155,10 +146,6 @@ def activation_rules(config: Activations, modules: Sequence[str]) -> Rules:
 def recompute_inputs(config: Activations) -> Compressor | Keep:
     """Build the compressor for the inputs of recomputed modules, or the reason to keep them.
 
-    Raises:
-        ValueError: For a compressor that does not accept every tensor.
-        TypeError: For a value that describes no compressor.
-
     Example:
         >>> recompute_inputs(Activations(recompute_inputs={"name": "group", "bits": 8})).bits
         8
@@ -175,12 +162,7 @@ def recompute_inputs(config: Activations) -> Compressor | Keep:
 
 
 def state_rules(config: Optim, parameters: Sequence[str]) -> Rules:
-    """Build the rules for optimizer states.
-
-    Raises:
-        ValueError: For an exception or a plan file's site whose parameter does not exist, and for a
-            compressor that cannot store a state.
-    """
+    """Build the rules for optimizer states."""
     _check_exceptions(config.exceptions, "optim", "parameter", parameters)
     unknown = [site for site in config.sites if state_site(site)[0] not in parameters]
     raise_missing(unknown, "the model has no such parameters")

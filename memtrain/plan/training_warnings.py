@@ -3,7 +3,7 @@
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,38 +66,22 @@ _FIXES = {
 }
 
 
-class Uncompressed(NamedTuple):
-    """Sites that were not compressed for one reason."""
-
-    reason: str
-    fix: str
-    """A change that compresses them, or that no longer requests it."""
-    sites: tuple[str, ...]
-    nbytes: int
-    """Their bytes, as far as known."""
-
-    def __str__(self) -> str:
-        of = f"{self.sites[0]}{f' and {len(self.sites) - 1} more' * (len(self.sites) > 1)}"
-        size = f" {format_size(self.nbytes)}" if self.nbytes else ""
-        return f"{of}: kept{size}, {self.reason}; {self.fix}"
+def _line(reason: str, sites: Sequence[str], nbytes: int = 0) -> str:
+    """Say which sites were kept, their bytes as far as known, the reason and the fix."""
+    of = f"{sites[0]}{f' and {len(sites) - 1} more' * (len(sites) > 1)}"
+    size = f" {format_size(nbytes)}" if nbytes else ""
+    return f"{of}: kept{size}, {reason}; {_FIXES[reason]}"
 
 
-def uncompressed_sites(plan: Plan) -> list[Uncompressed]:
+def uncompressed_sites(plan: Plan) -> list[str]:
     """List the rules for saved tensors that recorded forwards did not satisfy.
 
     Sites that are kept by design (small tensors, statistics, the model's input, `keep` rules) are
     left out.
-
-    Example:
-        >>> import torch
-        >>> from memtrain.plan.plan import make_plan
-        >>> model = torch.nn.Linear(4, 4)
-        >>> uncompressed_sites(make_plan(model, torch.optim.SGD(model.parameters())))
-        []
     """
     total = sum(entry.nbytes for entry in plan.entries("activation"))
     found = []
-    for reason, fix in _FIXES.items():
+    for reason in _FIXES:
         sites = plan.kept(reason)
         rules = plan.activation_rules
         names = [
@@ -109,7 +93,7 @@ def uncompressed_sites(plan: Plan) -> list[Uncompressed]:
         minimum = MIN_KEPT_SHARE * total if reason in (CUSTOM_FUNCTION, UNKNOWN_OP) else 0
         minimum = max(minimum, MIN_UNKNOWN_BYTES) if reason == UNKNOWN_OP else minimum
         if names and nbytes >= minimum:
-            found.append(Uncompressed(reason, fix, tuple(names), nbytes))
+            found.append(_line(reason, names, nbytes))
     return found
 
 
@@ -163,10 +147,10 @@ class FirstStepReport:
             return self._done
         why = self._interception.graphs.why or _COMPILED
         hidden = compiled or (why != _COMPILED and _compiled_frames() != self._frames)
-        found = [Uncompressed(why, _FIXES[why], ("the compiled forward",), 0)] if hidden else []
+        found = [_line(why, ["the compiled forward"])] if hidden else []
         recompute = self._interception.recompute
         if _compiled_frames() != self._frames and (missed := {*recompute.names} - recompute.called):
-            found.append(Uncompressed(_IN_GRAPH, _FIXES[_IN_GRAPH], tuple(sorted(missed)), 0))
+            found.append(_line(_IN_GRAPH, sorted(missed)))
         found += uncompressed_sites(self._plan)
         self._done = not (found and self._plan.config.strict)
         unseen = found or self._interception.compiled or recompute.names

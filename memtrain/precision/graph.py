@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from memtrain.activations.intercept.compiler_internals import is_compiled
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.fit import Choose
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.site import tensors_of
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep

@@ -20,12 +20,6 @@ class BitWidths:
     """The present bit widths of every site with `bits: auto`: `average`, 1 to 8, over all.
 
     Until something has been measured, all have the average.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> bits, site = BitWidths(4.0), Site("0", "linear", "input")
-        >>> bits.resolve(site, Auto(template=Group())).bits
-        4
     """
 
     def __init__(self, average: float) -> None:

@@ -1,6 +1,7 @@
 """GACT's automatic bits: sensitivities from backward passes with quantisation noise."""
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -45,9 +46,6 @@ class GactAdapter:
         The closure runs forward, loss and backward on one batch, without an optimizer step; it may
         zero the gradients. A measurement takes 3 passes per site and 1. Returns whether it
         measured.
-
-        Raises:
-            ValueError: If the closure leaves no gradient.
         """
         due = self.bits.calls % self.interval == 0
         if due:
@@ -57,14 +55,14 @@ class GactAdapter:
 
     def measure(self, closure: Closure) -> None:
         """Measure and allocate the budget now; see `step`."""
-        sizes = _SiteSizes(self.bits)
+        watch, sizes = _sizes_of(self.bits)
         with gradient_replay(self.interception.model) as gradient:
-            with self.interception.trial(self.interception.saved.choose, sizes, {}):
+            with self.interception.trial(self.interception.saved.choose, watch, {}):
                 gradient(closure)
-            sites = [site for site in sizes.sizes if site not in self.bits.leaders]
+            sites = [site for site in sizes if site not in self.bits.leaders]
             found = {site: self._sensitivity(site, gradient, closure) for site in sites}
         self.sensitivities = found
-        self.bits.solve({site: [(found[site], sizes.sizes[site])] for site in sites})
+        self.bits.solve({site: [(found[site], sizes[site])] for site in sites})
         self.interception.record_again()
 
     def _sensitivity(
@@ -93,24 +91,18 @@ class GactAdapter:
         return choose
 
 
-class _SiteSizes:
-    """A `Watch` that counts the elements of each site, and finds who shares whose payload."""
+def _sizes_of(bits: BitWidths) -> tuple[Any, dict[str, float]]:
+    """Return a watch that finds which sites share a payload, and the elements that it counts."""
+    sizes: dict[str, float] = {}
+    owners: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
-    def __init__(self, bits: BitWidths) -> None:
-        self.bits = bits
-        self.sizes: dict[str, float] = {}
-        self._owners: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-    def begin(self, step: int) -> bool:
-        """Change no bits."""
-        return False
-
-    def saved(self, site: Site, x: Tensor, node: Any, payload: Any = None) -> None:
-        """Count `x` for its site, or note whose payload it shares."""
-        if site.name not in self.bits.templates:
+    def saved(site: Site, x: Tensor, node: Any, payload: Any = None) -> None:
+        if site.name not in bits.templates:
             return
-        owner = site.name if payload is None else self._owners.setdefault(payload, site.name)
+        owner = site.name if payload is None else owners.setdefault(payload, site.name)
         if owner == site.name:
-            self.sizes[owner] = self.sizes.get(owner, 0.0) + x.numel()
+            sizes[owner] = sizes.get(owner, 0.0) + x.numel()
         else:
-            self.bits.leaders[site.name] = owner
+            bits.leaders[site.name] = owner
+
+    return SimpleNamespace(begin=lambda step: False, saved=saved), sizes

@@ -7,7 +7,7 @@ the graphs that AOTAutograd inlines hooks into, and the code that inductor makes
 import sys
 from collections.abc import Callable, Collection
 from functools import cache, wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction as _DisableTorchFunction
@@ -43,7 +43,7 @@ PLAIN: Settings = {_AOT: {"saved_tensors_hooks_filtering_mode": "no_static"}}
 
 @cache
 def is_supported() -> bool:
-    """Whether this torch has what is needed here."""
+    """Return whether this version of torch has the internals that are used here."""
     try:
         from torch._functorch import config
         from torch._functorch._aot_autograd import graph_compile
@@ -54,7 +54,7 @@ def is_supported() -> bool:
 
 
 def configure(settings: Settings) -> Settings:
-    """Change what there is of settings, in modules that are imported; gives what it was before."""
+    """Change settings of imported modules; return their values before."""
     before: Settings = {}
     for path, values in settings.items():
         config = sys.modules.get(path)
@@ -67,29 +67,19 @@ def configure(settings: Settings) -> Settings:
 
 
 def inside_compiled(model: Any) -> nn.Module | None:
-    """The module that `torch.compile(module)` was given, of what it returned; None of others.
-
-    Example:
-        >>> inside_compiled(nn.Linear(1, 1)) is None
-        True
-    """
+    """Return the module inside of the result of `torch.compile`; None for other modules."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
     return model._orig_mod if compiled else None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `torch.compile` or `module.compile()` has compiled the module itself.
-
-    Example:
-        >>> is_compiled(nn.Linear(4, 4))
-        False
-    """
+    """Return whether `torch.compile` or `module.compile()` has compiled the module itself."""
     return module._compiled_call_impl is not None or inside_compiled(module) is not None
 
 
 def forget_graphs(model: nn.Module) -> None:
-    """Let what was compiled be compiled anew, if the model is and was.
+    """Recompile a model that was compiled before it was wrapped.
 
     Dynamo guards a module of torch's own (`nn.Sequential`) by no hooks where it had none, so that a
     graph from before would go on to serve. Every graph of the process is forgotten.
@@ -102,19 +92,13 @@ def forget_graphs(model: nn.Module) -> None:
 
 
 def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:
-    """Return the paths of compiled modules in a copy of the module at path `root`.
-
-    Example:
-        >>> import torch
-        >>> compiled_regions(nn.Sequential(nn.Linear(1, 1), torch.compile(nn.Linear(1, 1))), "h")
-        frozenset({'h.1'})
-    """
+    """Return the paths of compiled modules in a copy of the module at path `root`."""
     found = [name for name, module in copied.named_modules() if inside_compiled(module) is not None]
     return frozenset(".".join(filter(None, (root, name))) for name in found)
 
 
 def order_beneath(hooks: dict[int, Any]) -> None:
-    """Let the dict beneath an `OrderedDict` of hooks have its order.
+    """Give the dict beneath an `OrderedDict` of hooks the same order.
 
     Dynamo of torch 2.11 guards a graph by the hooks in the order of that dict, and refuses its own
     graph where one was prepended.
@@ -137,7 +121,7 @@ def order_beneath(hooks: dict[int, Any]) -> None:
 
 
 def run_untraced(*functions: Callable[..., Any]) -> None:
-    """Let Dynamo run functions, and what they call, as they are where they are frames themselves.
+    """Let Dynamo run functions as they are, where they are frames of their own.
 
     The hooks of a module that is compiled whole are. Where such a call is traced as a part of
     another frame, it is traced as ever.
@@ -154,13 +138,13 @@ def run_untraced(*functions: Callable[..., Any]) -> None:
 
 
 def run_by_tracer(function: _F) -> _F:
-    """Let Dynamo call a function where it meets it, in place of tracing it."""
+    """Let Dynamo call a function while it traces, in place of tracing the function."""
     vars(function)["_dynamo_marked_constant"] = True
     return function
 
 
 def frame_compiler() -> Callable[..., Any] | None:
-    """The compiler that the frame which is traced now will be given to; None if it is not known."""
+    """Return the compiler of the frame that is being traced; None if it is unknown."""
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -170,22 +154,21 @@ def frame_compiler() -> Callable[..., Any] | None:
         return None
 
 
-def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any] | None = None) -> None:
+def compile_frame_by(compiler: Callable[..., Any], hooks: tuple[Any, Any]) -> None:
     """Give the frame that is traced now to another compiler.
 
-    With hooks the frame counts as traced under them, so that caches of whole compilations skip it.
+    The frame counts as traced under the hooks, so that caches of whole compilations skip it.
     """
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
     output: Any = InstructionTranslator.current_tx().output
-    if hooks is not None:
-        with saved_tensors_hooks(*hooks):
-            output.saved_tensors_hooks_subgraph_names = getattr(output, _INSTALL)()
+    with saved_tensors_hooks(*hooks):
+        output.saved_tensors_hooks_subgraph_names = getattr(output, _INSTALL)()
     output.compiler_fn = compiler
 
 
 def guard_frame(ask: Callable[[], bool]) -> None:
-    """Let what is traced now serve as long as a question has the answer that it has now."""
+    """Guard the frame that is being traced by the present answer of a function."""
     from torch._dynamo.source import GlobalStateSource
     from torch._dynamo.symbolic_convert import InstructionTranslator
 
@@ -206,20 +189,14 @@ _INSTALL = "maybe_install_saved_tensors_hooks_subgraphs"
 # -- AOTAutograd: the graphs that hooks are inlined into -----------------------------------------
 
 
-class Hooked(NamedTuple):
-    """A saved tensor whose hook is being inlined."""
-
-    forward: fx.Graph
-    backward: fx.Graph
-    node: fx.Node
-    """Of the forward."""
-
-
-def inlined_call(traced: Callable[[Any, Hooked], Any]) -> fx.GraphModule:
-    """A graph of one call, without a hash, so that no cache of AOTAutograd serves.
+def inlined_call(
+    traced: Callable[[Any, fx.Graph, fx.Graph, fx.Node], Any],
+) -> fx.GraphModule:
+    """Return a graph of one call, without a hash, so that no cache of AOTAutograd serves.
 
     A cached graph would not say what it holds; code that inductor has generated is found in its own
-    cache, by the graph with the hooks inlined.
+    cache, by the graph with the hooks inlined. The call is given the forward, the backward, and the
+    node of the forward whose saved tensor is packed or unpacked.
     """
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
@@ -227,7 +204,7 @@ def inlined_call(traced: Callable[[Any, Hooked], Any]) -> fx.GraphModule:
         given: Any = _get_saved_tensor_hook_context()
         if given is None:  # an op that the compiler runs for itself
             return x
-        return traced(x, Hooked(given["_fw_graph"], given["_bw_graph"], given["_node"]))
+        return traced(x, given["_fw_graph"], given["_bw_graph"], given["_node"])
 
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))
@@ -249,7 +226,7 @@ def run_without_modes(graph: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def static_inputs() -> list[int]:
-    """Numbers of the inputs that are parameters or buffers, of the graph that is hooked now."""
+    """Return the numbers of the current graph's inputs that are parameters or buffers."""
     frame = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "maybe_inline_graph_saved_tensors_hooks":
@@ -259,7 +236,7 @@ def static_inputs() -> list[int]:
 
 
 def input_places(given: Collection[fx.Node], inputs: list[Tensor | None]) -> dict[int, int]:
-    """Storages of a graph's inputs -> which of the tensors they are that it was traced with."""
+    """Map storages of a graph's inputs to the numbers of the tensors it was traced with."""
     values = [node.meta["val"] for node in given if is_tensor(node)]
     storages = {x.untyped_storage()._cdata for x in values}
     found: dict[int, int] = {}
@@ -292,7 +269,7 @@ def match_names(forward: fx.Graph, backward: fx.Graph) -> None:
 
 
 def no_modes() -> Any:
-    """A context in which ops are neither traced nor faked."""
+    """Return a context in which ops are neither traced nor faked."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()

@@ -1,17 +1,15 @@
 """Saved tensors of one compiled graph: how each is held, by the same rules as eager ones."""
 
 import zlib
-from typing import Any, NamedTuple, cast
+from collections.abc import Collection
+from operator import getitem
+from typing import Any, cast
 
+import torch
 from torch import Tensor
-from torch.fx import Graph, Node
+from torch.fx import Graph, Node, map_arg
 
 from memtrain.activations.intercept.compiler_internals import no_modes
-from memtrain.activations.intercept.graph_order import (
-    compress_early,
-    decompress_late,
-    recompute_attention,
-)
 from memtrain.activations.intercept.graph_sites import (
     OWN_INPUT,
     GraphSites,
@@ -21,7 +19,9 @@ from memtrain.activations.intercept.graph_sites import (
     storage_of,
     stripped,
 )
+from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.saved import payload_ops
+from memtrain.activations.saved.attention import KERNELS
 from memtrain.activations.saved.fit import FLOATS, fit
 from memtrain.activations.saved.flatten import flatten
 from memtrain.activations.saved.saved_tensors import SavedTensors
@@ -36,15 +36,6 @@ LOG_PROBABILITIES = ("cross_entropy", "log_softmax", "nll_loss")
 """Ops that save log-probabilities alone."""
 DERIVATIVE_BITS = 2
 """More bits than its derivative code: of a tensor that gives the op's output again, too."""
-
-
-class _Payload(NamedTuple):
-    """The payload that a compressor makes of a tensor."""
-
-    form: str
-    nbytes: int
-    parts: int
-    """Tensors."""
 
 
 class GraphSaves:
@@ -70,7 +61,8 @@ class GraphSaves:
         self._last = hooked[-1]  # handed to the hooks after all others
         self.records: list[Record] = []
         """Of what it saves."""
-        self._packings: dict[Node, tuple[_Payload, tuple[int, ...]] | None] = {}
+        # Form, number of tensors and key of a payload; None where the tensor is kept.
+        self._packings: dict[Node, tuple[str, int, tuple[int, ...]] | None] = {}
         self._kept: dict[int, int] = {}  # storage -> its number
         self._finished = False
 
@@ -86,26 +78,26 @@ class GraphSaves:
         return {kept[storage]: place for storage, place in places.items() if storage in kept}
 
     def pack(self, x: Tensor, node: Node) -> Any:
-        """Give the graph what it holds in place of a saved tensor."""
+        """Return what the graph holds in place of a saved tensor."""
         if node not in self._packings:
             with no_modes():
                 self._packings[node] = self._decide(node)
         packing = self._packings[node]
         if packing is None:
             return x
-        payload, key = packing
-        parts = payload_ops.compress_op(x, payload.form, key)
+        form, _, key = packing
+        parts = payload_ops.compress_op(x, form, key)
         sizes = [size for size in x.shape if not isinstance(size, int)]
         return [*parts, *sizes]
 
     def unpack(self, packed: Any, node: Node) -> Tensor:
-        """The saved tensor of what `pack` gave."""
+        """Return the saved tensor from the result of `pack`."""
         if node is self._last and not self._finished:
             self._finish()
         packing = self._packings[node]
         if packing is None:
             return packed
-        (form, _, parts), _ = packing
+        form, parts, _ = packing
         x = node.meta["val"]
         sizes = iter(packed[parts:])
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
@@ -124,21 +116,21 @@ class GraphSaves:
 
     # -- how a tensor is held ---------------------------------------------------------------
 
-    def _decide(self, node: Node) -> tuple[_Payload, tuple[int, ...]] | None:
-        """Return the payload of a saved tensor and its key; None where the tensor is kept."""
+    def _decide(self, node: Node) -> tuple[str, int, tuple[int, ...]] | None:
+        """Return how a saved tensor is packed; None where it is kept."""
         x, saved = example(node), self.saved
         site, chosen = self._choose(node, x)
         if isinstance(chosen, Compressor) and not chosen.is_identity:
             try:
-                payload = _payload(chosen, x)
+                form, parts, nbytes = _payload(chosen, x)
             except Exception as error:  # noqa: BLE001 (a compressor of the user's own may raise any)
                 chosen = Keep(f"{NO_FAKE}: {type(chosen).__name__}: {error}")
             else:
-                if payload.nbytes < x.numel() * x.element_size():
+                if nbytes < x.numel() * x.element_size():
                     number, counter = zlib.crc32(site.name.encode()), payload_ops.counter_of(saved)
                     key = (saved.seed, number, counter, self._number, len(self._packings))
-                    self._record(site, node, x, payload.nbytes, repr(chosen))
-                    return payload, key
+                    self._record(site, node, x, nbytes, repr(chosen))
+                    return form, parts, key
                 chosen = Keep("its payload would be no smaller")
         kept = isinstance(chosen, Keep)
         reason, name = (chosen.reason, "") if kept else ("", repr(chosen))
@@ -149,14 +141,15 @@ class GraphSaves:
         """The strictest of the choices for what reads the tensor, and the site that it is for."""
         sites, saved = self.sites, self.saved
         uses = sites.uses(node)
-        places = [use.site for use in uses] or [sites.site(node)]
-        why = sites.why_keep(node, uses, saved.min_elements)
+        places = [*uses] or [sites.site(node)]
+        why = sites.why_keep(node, uses, saved.options.min_elements)
         if why:
             return places[0], Keep(why)
         if sites.checkpointed(node):
             place = Site(places[0].module, RECOMPUTE, "input")
             return place, CHECKPOINT_INPUT
-        wide = any(use.jumps for use in uses) or sites.is_chained(node)
+        # Noise may put an element on the other side of a jump of the derivative.
+        wide = any(site.op in FAMILIES["@piecewise"] for site in uses) or sites.is_chained(node)
         limit = sites.limit(node)
         options = [(place, _fit(saved.choose(place), x, limit, wide=wide)) for place in places]
         place, chosen = max(options, key=lambda option: _strictness(option[1], x))
@@ -185,7 +178,7 @@ class GraphSaves:
 
 
 def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, wide: bool) -> Any:
-    """The compressor for this dtype, where what reads the tensor computes it again too."""
+    """Return the compressor for this dtype, where what reads the tensor computes it again too."""
     if isinstance(chosen, Keep) or chosen.is_identity:
         return chosen
     if chosen.gives_derivative:
@@ -205,13 +198,96 @@ def _strictness(chosen: Compressor | Keep, x: Tensor) -> float:
     if isinstance(chosen, Keep) or chosen.is_identity:
         return float("inf")
     try:
-        return _payload(chosen, x).nbytes
+        return _payload(chosen, x)[2]
     except Exception:  # noqa: BLE001 (`_decide` records it)
         return float("inf")
 
 
-def _payload(compressor: Compressor, x: Tensor) -> _Payload:
+def _payload(compressor: Compressor, x: Tensor) -> tuple[str, int, int]:
+    """Return the form, the number of tensors and the bytes of a payload."""
     flat, layout = flatten(x)
     parts = compressor.compress(x if compressor.shaped else flat, key=Key()).tensors
     form = payload_ops.form_of(compressor, layout, list(parts))
-    return _Payload(form, sum(part.nbytes for part in parts.values()), len(parts))
+    return form, len(parts), sum(part.nbytes for part in parts.values())
+
+
+# -- where a graph compresses and decompresses: next to a tensor's other uses ----------------------
+
+_SIZES = (torch.ops.aten.sym_size.int, torch.ops.aten.sym_stride.int, torch.ops.aten.sym_numel)
+
+
+def compress_early(graph: Graph) -> None:
+    """Move each compressing op behind the last other op that reads its tensor, or a view of it.
+
+    AOTAutograd puts what a hook packs at the end of the forward, so that all saved tensors would be
+    alive there beside their payloads.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in _calls(graph, torch.ops.memtrain.compress_saved.default):
+        saved = node.args[0]
+        if isinstance(saved, Node):
+            last = max(_readers(saved, node), key=place.__getitem__)
+            parts = [user for user in node.users if user.target is getitem]
+            for moved in reversed([node, *parts]):
+                if place[last] < place[node]:
+                    while last.op == last.next.op == "placeholder":  # behind all inputs
+                        last = last.next
+                    last.append(moved)
+
+
+def decompress_late(graph: Graph) -> None:
+    """Move each decompressing op in front of the first op that reads what it gives."""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in _calls(graph, *payload_ops.DECOMPRESS):
+        if node.users:
+            min(node.users, key=place.__getitem__).prepend(node)
+
+
+def recompute_attention(graph: Graph, coded: Collection[str]) -> None:
+    """Recompute the results of fused attention for coded queries and keys (`FusedAttention`)."""
+    kernels = {kernel.backward: kernel for kernel in KERNELS.values()}
+    for node in _calls(graph, *kernels):
+        kernel: Any = kernels[node.target]
+        names = [argument.name for argument in kernel.backward._schema.arguments]
+        args: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+        if not any(_is_coded(args[name], coded) for name in ("query", "key")):
+            continue
+        options = {name: args[name] for name in ("is_causal", "scale") if name in args}
+        tensors = [args.get(name) for name in kernel.inputs]
+        masks = dict(zip(kernel.inputs[3:], tensors[3:], strict=True))
+        with graph.inserting_before(node), no_modes():
+            options |= {**masks, **kernel.options}
+            new = graph.call_function(kernel.forward, tuple(tensors[:3]), options)
+            values = map_arg((new.args, new.kwargs), lambda given: given.meta["val"])
+            new.meta = {**node.meta, "val": kernel.forward(*values[0], **values[1])}
+            for index in (0, 1) if not args["dropout_p"] else (1,):  # the mask is gone
+                result = graph.call_function(getitem, (new, index))
+                result.meta = {**node.meta, "val": new.meta["val"][index]}
+                saved = args[("out", "logsumexp")[index]]
+                saved.replace_all_uses_with(result, delete_user_cb=lambda user, at=node: user is at)
+                while not saved.users and saved.op == "call_function":  # nothing decompresses it
+                    above = saved.all_input_nodes[0]
+                    graph.erase_node(saved)
+                    saved = above
+
+
+def _is_coded(node: Node, coded: Collection[str]) -> bool:
+    waiting, seen = [node], set[Node]()
+    while waiting:
+        one = waiting.pop()
+        if one.target in payload_ops.DECOMPRESS or one.name in coded:
+            return True
+        if one not in seen:
+            seen.add(one)
+            waiting += one.all_input_nodes
+    return False
+
+
+def _calls(graph: Graph, *ops: object) -> list[Node]:
+    return [node for node in graph.nodes if node.op == "call_function" and node.target in ops]
+
+
+def _readers(saved: Node, compresses: Node) -> list[Node]:
+    """Return the node itself, and the ops before the output that read its elements."""
+    others = (user for user in saved.users if user is not compresses and user.op != "output")
+    return [saved, *(user for user in others if user.target not in _SIZES)]

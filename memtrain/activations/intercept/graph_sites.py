@@ -3,8 +3,7 @@
 import math
 import operator
 import re
-from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
@@ -100,20 +99,6 @@ KNOWN_FUNCTIONS = callables(*_KNOWN_NAMES, *(f"{name}_" for name in _NONLINEAR))
 _SQUARES = callables("pow", "__pow__", "square") | {operator.pow}
 
 
-@dataclass(frozen=True)
-class Use:
-    """A forward op whose backward reads a saved tensor, or what it recomputes from it."""
-
-    site: Site
-    known: bool = True
-    """Whether the op is one whose backward may read a compressed tensor."""
-
-    @property
-    def jumps(self) -> bool:
-        """Whether its derivative jumps, so that noise may put an element on the other side."""
-        return self.site.op in FAMILIES["@piecewise"]
-
-
 class GraphSites:
     """Reads the saved tensors of one graph.
 
@@ -151,17 +136,19 @@ class GraphSites:
         self._fed, self._differentiable = _reached(given), _reached(trained)
 
     def is_hooked(self, output: Any) -> bool:
-        """Whether an output of the forward is, if it is saved, handed to hooks."""
+        """Return whether an output of the forward is passed to hooks if it is saved."""
         return isinstance(output, Node) and is_tensor(output) and output not in self._fixed
 
-    def uses(self, saved: Node) -> list[Use]:
-        """The forward ops whose backward reads the tensor, the first that runs first."""
-        return list(
-            dict.fromkeys(
-                self._use(reader, reader.meta["fwd_source_fn_stack"], saved)
-                for reader in self._readers(saved)
-            )
-        )
+    def uses(self, saved: Node) -> dict[Site, bool]:
+        """Return the sites of the forward ops whose backward reads a tensor, in their order.
+
+        Each has whether the op is one whose backward may read a compressed tensor.
+        """
+        found: dict[Site, bool] = {}
+        for reader in self._readers(saved):
+            site, known = self._use(reader, reader.meta["fwd_source_fn_stack"], saved)
+            found[site] = found.get(site, True) and known
+        return found
 
     def _readers(self, saved: Node) -> dict[Node, None]:
         """Nodes of the backward that read the tensor, or what is recomputed of the tensor."""
@@ -180,7 +167,7 @@ class GraphSites:
         return found
 
     def is_chained(self, saved: Node) -> bool:
-        """Whether one gradient is multiplied by the tensor in the backward of two ops.
+        """Return whether one gradient is multiplied by the tensor in two backwards.
 
         The errors of the two factors are equal, so that the product is biased (`flows_into`).
         """
@@ -201,15 +188,15 @@ class GraphSites:
         return False
 
     def site(self, saved: Node) -> Site:
-        """A name for a tensor of which no use is known: that of the op that made it."""
+        """Return a site for a tensor without known uses, named after the op that made it."""
         stack = saved.meta.get("source_fn_stack")
         return Site(self._module(saved.meta, "nn_module_stack"), source_name(stack), "saved")
 
-    def why_keep(self, saved: Node, uses: list[Use], min_elements: int) -> str:
-        """Why the tensor is kept whatever the rules say, or an empty string."""
+    def why_keep(self, saved: Node, uses: Mapping[Site, bool], min_elements: int) -> str:
+        """Return why the tensor is kept whatever the rules say, or an empty string."""
         x = example(saved)
         base = stripped(saved)
-        unknown = next((use.site.op for use in uses if not use.known), "")
+        unknown = next((site.op for site, known in uses.items() if not known), "")
         if unknown:
             return f"{UNKNOWN_OP} {unknown}"
         if base in self.given and base not in self._differentiable and self._is_own(base):
@@ -222,18 +209,18 @@ class GraphSites:
             return "its elements overlap in memory"
         if x.dtype in FLOATS and base not in self._fed:
             return "made of parameters and buffers alone"
-        layers = all(use.site.op in _LAYERS and use.site.tensor == "input" for use in uses)
+        layers = all(site.op in _LAYERS and site.tensor == "input" for site in uses)
         is_data = layers and bool(uses) and not (self.root and base in self.given)
         if x.dtype in FLOATS and base not in self._differentiable and not is_data:
             # else layers read it as their input, whose weights alone have gradients
             return "no gradient reaches it: a mask, or a table of positions"
-        if any(use.site.tensor == "saved" for use in uses):
+        if any(site.tensor == "saved" for site in uses):
             return self._statistic(saved, x) or self._unknown_reader(base, uses)
         return ""
 
-    def _unknown_reader(self, base: Node, uses: list[Use]) -> str:
+    def _unknown_reader(self, base: Node, uses: Collection[Site]) -> str:
         """Say that an op reads a result which may not be compressed for it, or nothing."""
-        op = next((use.site.op for use in uses if use.site.tensor == "saved"), "")
+        op = next((site.op for site in uses if site.tensor == "saved"), "")
         readers = _READERS.get(op)
         waiting, seen = [base] if readers is not None else [], set[Node]()
         while waiting:
@@ -266,12 +253,12 @@ class GraphSites:
         return not self.root and (self.own is None or storage_of(given) in self.own)
 
     def checkpointed(self, saved: Node) -> bool:
-        """Whether activation checkpointing inside the graph starts again from the tensor."""
+        """Return whether activation checkpointing in the graph starts from the tensor."""
         users = [user for user in saved.users if user.op != "output"]
         return bool(users) and any("recompute" in user.meta for user in users)
 
     def limit(self, saved: Node) -> int | None:
-        """The number below which the tensor's indices are known to be, or None."""
+        """Return the number below which the tensor's indices lie; None if it is unknown."""
         base = stripped(saved)
         if base.target is not getitem or base.args[1] != 1:
             return None
@@ -283,14 +270,14 @@ class GraphSites:
         dims = 2 if source.target is _POOLS[0] else 3
         return example(source.args[0]).shape[-dims:].numel()
 
-    def _use(self, user: Node, stack: list[Any], saved: Node) -> Use:
+    def _use(self, user: Node, stack: list[Any], saved: Node) -> tuple[Site, bool]:
         number, name = user.meta.get("seq_nr", -1), source_name(stack)
         ops = self._ops.get(number, [])
         if name == "pow" and any(_smooth_power(op) for op in ops):
             name = "square"
         role = self._role(stripped(saved), number, ops)
         site = Site(self._module(user.meta, "fwd_nn_module_stack"), name, role)
-        return Use(site, _is_known(stack[-1][1], name))
+        return site, _is_known(stack[-1][1], name)
 
     def _role(self, base: Node, number: int, ops: list[Node]) -> str:
         """As of `Op.role`: of ops that graphs decompose, `input` or `saved` only."""
@@ -304,7 +291,7 @@ class GraphSites:
         return "saved" if base.meta.get("seq_nr") == number else "input"
 
     def _queries(self, saved: Node) -> Iterator[Tensor]:
-        """The query of the fused attention that made the tensor, if one did."""
+        """Return the query of the fused attention that made the tensor, if one did."""
         for op in self._ops.get(saved.meta.get("seq_nr", -1), []):
             if op.target in _ATTENTIONS and isinstance(op.args[0], Node):
                 yield example(op.args[0])
@@ -317,7 +304,6 @@ class GraphSites:
                     yield example(arg).numel()
 
     def _module(self, meta: dict[str, Any], key: str) -> str:
-        """The path in the model of the innermost module of a node's stack."""
         stack = [path for path, _ in (meta.get(key) or {}).values()]
         for text in reversed(stack):
             parts = path_names(str(text))
@@ -330,7 +316,7 @@ class GraphSites:
 
 
 def stripped(node: Node) -> Node:
-    """The node that a node is a view or a copy of, as far as all its elements are."""
+    """Return the node that a node is a view or a copy of, with all its elements."""
     while node.op == "call_function" and node.target in _VIEWS:
         above = node.args[0]
         if not isinstance(above, Node):
@@ -340,7 +326,7 @@ def stripped(node: Node) -> Node:
 
 
 def is_tensor(node: Node) -> bool:
-    """Whether the node's value is one tensor."""
+    """Return whether the node's value is one tensor."""
     return isinstance(node.meta.get("val"), Tensor)
 
 
@@ -370,7 +356,7 @@ def _hint(size: Any) -> int:
 
 
 def _reached(nodes: Iterable[Node]) -> set[Node]:
-    """The nodes, and all that is computed of them."""
+    """Return the nodes, and all that is computed of them."""
     found, waiting = set(nodes), list(nodes)
     while waiting:
         for user in waiting.pop().users:
@@ -392,7 +378,7 @@ def path_names(text: str) -> list[str]:
 
 
 def source_name(stack: Any) -> str:
-    """The op's name in sites, of a stack of source functions."""
+    """Return the op's name in sites, of a stack of source functions."""
     if not stack:
         return "autograd.Function"
     text, target = stack[-1][:2]
@@ -416,7 +402,7 @@ def _is_known(target: Any, name: str) -> bool:
 
 
 def _smooth_power(op: Node) -> bool:
-    """Whether it raises to a whole positive power, whose derivative has no pole."""
+    """Return whether it raises to a whole positive power, whose derivative has no pole."""
     if op.target is not aten.pow.Tensor_Scalar:
         return False
     exponent = op.args[1]

@@ -5,6 +5,7 @@ import threading
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from threading import get_ident
 from typing import Any
@@ -28,7 +29,6 @@ from memtrain.activations.intercept.compiler_internals import (
 )
 from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
 from memtrain.activations.intercept.op_mode import OpMode, modes_of
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
     calls_itself,
@@ -40,6 +40,7 @@ from memtrain.activations.intercept.reentrancy import (
 )
 from memtrain.activations.intercept.replaced_ops import Replacements, WrittenOut, writes_out
 from memtrain.activations.saved.fit import Choose
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.origin import in_transform, refuse_replica
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import OTHER_THREAD, Record, Site, tensors_in
@@ -71,17 +72,12 @@ class Interception:
     ) -> None:
         self.on_saved = on_saved
         self._refer_to(model)
-        self.options, self.rounding, self.compresses = options, rounding, compresses
-        self.saved = SavedTensors(
-            choose,
-            options.min_elements,
-            seed,
-            # Rounding changes the results of ops, which their inputs then do not determine.
-            derive_outputs=options.derive_outputs and rounding is None,
-            derive_smooth=options.derive_smooth and rounding is None,
-            derive_products=options.derive_products and rounding is None,
-        )
-        self.replacements = Replacements(self.saved, options)
+        self.rounding, self.compresses = rounding, compresses
+        if rounding is not None:  # it changes results, which their inputs then do not determine
+            off = dict.fromkeys(("derive_outputs", "derive_smooth", "derive_products"), False)
+            options = replace(options, **off)
+        self.saved = SavedTensors(choose, options, seed)
+        self.replacements = Replacements(self.saved)
         self.graphs = CompiledGraphs(self.find_model, self.saved, self._record_graph)
         self.seen = False
         """Whether a training forward has run here, or a compiled one was compressed."""
@@ -140,7 +136,7 @@ class Interception:
     model = property(find_model)
 
     def attach(self) -> None:
-        """Put the hooks on the model's modules."""
+        """Register the hooks on the model's modules."""
         # Graphs are guarded by the numbers of hooks: with equal ones, equal modules run one graph.
         number = RemovableHandle.next_id
         for name, module in self.model.named_modules():
@@ -158,7 +154,7 @@ class Interception:
         self.recompute.attach(self.model)
 
     def detach(self) -> None:
-        """Take the hooks off again; payloads in living graphs stay valid."""
+        """Remove the hooks; payloads in existing graphs stay valid."""
         self._stop(completed=False)
         self._leave()
         for handle in self._handles:
@@ -171,7 +167,7 @@ class Interception:
                 del module.forward
 
     def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Run a module's forward within its backward, known by its path as the first time."""
+        """Run a module's forward again in its backward, under its path."""
         changed = _Hooked(self, name).before(module, args, kwargs)
         args, kwargs = changed or (args, kwargs)
         output = None
@@ -182,7 +178,7 @@ class Interception:
         return output
 
     def record_again(self) -> None:
-        """Record what the next forward saves."""
+        """Record the saved tensors of the next forward."""
         self._recorded = set()
 
     @contextmanager
@@ -201,7 +197,7 @@ class Interception:
 
     @contextmanager
     def alone(self) -> Iterator[None]:
-        """Attached inside the block, with every other interception suspended."""
+        """Attach the hooks inside the block, with every other interception suspended."""
         with suspend_others(self):
             self.attach()
             try:
@@ -211,7 +207,7 @@ class Interception:
 
     @run_by_tracer
     def claim(self) -> None:
-        """Compress what the graph saves that is traced now."""
+        """Compress the saved tensors of the graph that is being traced."""
         if self.compresses:
             self.graphs.claim()
 
@@ -234,7 +230,7 @@ class Interception:
             self._part = weakref.ref(module)
         saving = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saving or self._may_round())
-        idles = rounds or (self.options.low is not None and self._may_round())
+        idles = rounds or (self.saved.options.low is not None and self._may_round())
         given = (args, kwargs)
         if self.rounding is not None and rounds:
             given = self.rounding.begin(self.model, name, args, kwargs)
@@ -259,7 +255,6 @@ class Interception:
             mode.__exit__(None, None, None)
 
     def _name(self, name: str) -> None:
-        """Let ops be those of the module with this path."""
         self.replacements.module = self.graphs.root = name
         for mode in self._modes:
             mode.module = name
@@ -344,7 +339,7 @@ class Interception:
             self.record_again()
         own = [*self.model.parameters(), *self.model.buffers()]
         self.trained = [*map(id, [x for x in own if x.requires_grad])]
-        self.saved.begin(own, given, record=name not in self._recorded, given=tensors)
+        self.saved.begin(own, given, tensors, name not in self._recorded)
         model = self._model()
         is_copy = model is not None and model.get_submodule(name) is not module
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
@@ -393,7 +388,7 @@ class _Hooked:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """The pre-hook."""
+        """Return the pre-hook."""
         owner = self.owner
         if is_compiling():
             owner.claim()
@@ -422,5 +417,4 @@ run_untraced(_Hooked.before, Interception._after)
 
 
 def _untouched(module: str, why: str) -> Record:
-    """A record of a forward that was left alone."""
     return Record(Site(module, "*", "*"), (), "", 0, 0, "", why)

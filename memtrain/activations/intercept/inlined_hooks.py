@@ -2,10 +2,11 @@
 
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
+import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -13,9 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept import compiler_internals as internals
 from memtrain.activations.intercept.graph_saves import GraphSaves
-from memtrain.activations.intercept.graph_sites import GraphSites
+from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites
 from memtrain.activations.intercept.reentrancy import is_free
-from memtrain.activations.intercept.shared_graphs import records_of
 from memtrain.activations.saved.origin import foreign
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Record
@@ -74,7 +74,7 @@ class CompiledGraphs:
         self._own = _watched(inputs) if "torch._dynamo" in sys.modules else []
 
     def end(self) -> list[Record]:
-        """End the forward that has begun; what the graphs save that were compiled in it."""
+        """End the forward; return the records of the graphs that were compiled in it."""
         graphs, self._open = self._open, []
         given, self._given = self._given, {}
         own, self._own = self._own or [], None
@@ -89,14 +89,14 @@ class CompiledGraphs:
         return self._modules
 
     def called(self, path: str, args: Any, kwargs: Any) -> None:
-        """Note what a module that is compiled by itself is given: others may share it."""
+        """Note the inputs of a compiled module: other modules may share them."""
         if self._own is not None:
             values = (*args, *kwargs.values())
             flat = {*map(type, values)} <= _LEAVES  # mostly: pytrees take longer than the rest
             self._given[path] = _watched(values if flat else tree_leaves(values))
 
     def claim(self) -> None:
-        """Compress what the graph saves that is traced now, though no forward began outside of it.
+        """Compress the saved tensors of a graph that is traced outside of a known forward.
 
         The module is not known: equal modules run one graph, as long as everything that was read
         while the graph was traced is equal. Where a forward did begin, the hooks are there already.
@@ -113,7 +113,7 @@ class CompiledGraphs:
             internals.compile_frame_by(self._around(compiler), self._hooks())
 
     def _around(self, compiler: Callable[..., Any]) -> Callable[..., Any]:
-        """The compiler of a graph, with our hooks for it to inline."""
+        """Return the compiler of a graph, with our hooks for it to inline."""
 
         @wraps(compiler)
         def inner(*args: Any, **kwargs: Any) -> Any:
@@ -133,21 +133,21 @@ class CompiledGraphs:
         vars(inner)["_memtrain"] = True
         return inner
 
-    def _pack(self, x: Tensor, hooked: internals.Hooked) -> Any:
-        return self._graph(hooked).pack(x, hooked.node)
+    def _pack(self, x: Tensor, forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> Any:
+        return self._graph(forward, backward).pack(x, node)
 
-    def _unpack(self, packed: Any, hooked: internals.Hooked) -> Tensor:
-        return self._graph(hooked).unpack(packed, hooked.node)
+    def _unpack(self, packed: Any, forward: fx.Graph, backward: fx.Graph, node: fx.Node) -> Tensor:
+        return self._graph(forward, backward).unpack(packed, node)
 
-    def _graph(self, hooked: internals.Hooked) -> GraphSaves:
-        """The saves of the graph whose hooks are inlined now."""
+    def _graph(self, forward: fx.Graph, backward: fx.Graph) -> GraphSaves:
+        """Return the saves of the graph whose hooks are inlined now."""
         for graph in self._open:
-            if graph.forward is hooked.forward:
+            if graph.forward is forward:
                 return graph
-        internals.match_names(hooked.forward, hooked.backward)
+        internals.match_names(forward, backward)
         sites = GraphSites(
-            hooked.forward,
-            hooked.backward,
+            forward,
+            backward,
             {name for name, _ in self.model().named_modules()},
             self.root,
             internals.static_inputs(),
@@ -156,7 +156,7 @@ class CompiledGraphs:
         places = internals.input_places(sites.given, _alive(self._given.get(self.root, [])))
         if self._own is not None:
             sites.own = {*internals.input_places(sites.given, _alive(self._own))}
-        self._open.append(GraphSaves(self.saved, hooked.forward, hooked.backward, sites, places))
+        self._open.append(GraphSaves(self.saved, forward, backward, sites, places))
         return self._open[-1]
 
 
@@ -171,5 +171,96 @@ def _alive(tensors: _Tensors) -> list[Tensor | None]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    """Whether FSDP2's `fully_shard` has been called on it."""
     return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+
+
+# -- graphs that several equal modules run: records for each module, and bytes once --------------
+
+
+def records_of(
+    graphs: Sequence[GraphSaves],
+    model: nn.Module,
+    given: Mapping[str, Sequence[int]],
+    own: Container[int],
+) -> list[Record]:
+    """Return the records of the graphs of one forward, also where modules share a graph.
+
+    Graphs are in the order in which they were compiled. `given` maps the path of a module that is
+    compiled by itself and was called to the storages of its inputs; `own` are storages that the
+    user keeps alive.
+    """
+    found: list[Record] = []
+    counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
+    for graph in graphs:
+        for path in [graph.root, *_siblings(graph.root, graphs, model, given)]:
+            offset = 1 + max((record.storage for record in found), default=0)
+            inputs = given.get(path, [])
+            for record in graph.records:
+                place = graph.places.get(record.storage, len(inputs))
+                moved = _moved(record, graph.root, path, offset)
+                if place < len(inputs) and inputs[place] in own and record.planned == record.nbytes:
+                    moved = moved._replace(nbytes=0, planned=0, reason=OWN_INPUT)
+                elif place < len(inputs):
+                    moved = _once(moved, inputs[place], counted)
+                found.append(moved)
+    return found
+
+
+def _siblings(
+    root: str, graphs: Sequence[GraphSaves], model: nn.Module, compiled: Container[str]
+) -> list[str]:
+    """Return the paths of compiled modules that run the graphs of an equal module.
+
+    Of several that have graphs (the first block's input needs no gradient) it is the last one
+    before them.
+    """
+    modules = dict(model.named_modules())
+    if not root or root not in compiled or root not in modules:  # of a model that is gone
+        return []
+    own, roots = modules[root], {graph.root for graph in graphs}
+    equal = [
+        name
+        for name, module in modules.items()
+        if name and name in compiled and _equal(module, own)
+    ]
+    found: list[str] = []
+    latest = next(name for name in equal if name in roots)
+    for name in equal:
+        latest = name if name in roots else latest
+        if latest == root != name:
+            found.append(name)
+    return found
+
+
+def _moved(record: Record, root: str, path: str, offset: int) -> Record:
+    """Return the record of a module's graph, for the module at another path."""
+    module = record.site.module
+    if module == root or module.startswith(f"{root}."):
+        module = f"{path}{module[len(root) :]}"
+    site = record.site._replace(module=module)
+    return record._replace(site=site, storage=record.storage + offset)
+
+
+def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> Record:
+    """The record of a storage that other modules are given too, without what they count of it.
+
+    The record has the bytes of its own graph, and `given` identifies the storage within the
+    forward. `counted` maps it to its number and to whether it is kept; it is updated.
+    """
+    kept = record.planned == record.nbytes
+    if given not in counted:
+        if record.nbytes:
+            counted[given] = record.storage, kept
+        return record
+    number, alive = counted[given]
+    counted[given] = number, alive or (kept and record.nbytes > 0)
+    planned = 0 if kept and alive else record.planned
+    return record._replace(nbytes=0, planned=planned, storage=number)
+
+
+def _equal(one: nn.Module, other: nn.Module) -> bool:
+    return type(one) is type(other) and _shapes(one) == _shapes(other)
+
+
+def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
+    return [(name, p.shape) for name, p in module.named_parameters()]

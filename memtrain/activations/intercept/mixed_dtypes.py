@@ -38,10 +38,6 @@ def run_mixed(
     An error that stays is torch's own, with a note of the module and the fix where dtypes are
     mixed.
 
-    Raises:
-        RuntimeError: Torch's own where float32 does not help; with a note of the module and the
-            fix where dtypes are mixed.
-
     Example:
         >>> run = lambda args, kwargs: torch.mm(*args)
         >>> halves, ones = torch.ones(2, 2, dtype=torch.bfloat16), torch.ones(2, 2)
@@ -74,7 +70,7 @@ def run_mixed(
 def _dtype(
     low: torch.dtype, function: Any, args: Sequence[Any], found: set[torch.dtype]
 ) -> torch.dtype | None:
-    """The dtype to try in place of those that are there; None: there is none."""
+    """Return the dtype to try in place of those that are there; None: there is none."""
     if low not in found:
         return None
     name = getattr(function, "__name__", "")

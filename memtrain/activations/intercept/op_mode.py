@@ -9,6 +9,7 @@ import torch.utils.checkpoint
 from torch import Tensor
 from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
 from torch._ops import OpOverload, OpOverloadPacket
+from torch._subclasses import FakeTensor
 from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
@@ -16,10 +17,10 @@ from memtrain.activations.intercept.reentrancy import top_hooks, top_pair
 from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION, WIDE, WIDE_ATTENTION
-from memtrain.activations.saved.origin import foreign
+from memtrain.activations.saved.origin import foreign, storage_id
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import FOREIGN_HOOKS, Site
-from memtrain.activations.saved.store import is_unwritten, mark_unwritten
+from memtrain.activations.saved.store import is_unwritten, mark_unwritten, storage_of
 
 _EXPOSING = (
     Tensor.data.__get__,  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,7 +61,7 @@ class OpMode(TorchFunctionMode):
         super().__init__()
         self.replacements, self.saved = replacements, saved
         self._run = _run if replacements is None else replacements.run
-        if replacements is not None and replacements.options.low is not None:
+        if replacements is not None and replacements.saved.options.low is not None:
             self._run = replacements.run_mixed
         self.module = ""
         """Path of the module whose forward runs."""
@@ -74,7 +75,7 @@ class OpMode(TorchFunctionMode):
         saved = self.saved
         if type(func) is _GETTER or func in _QUERIES:
             if saved is not None and func in EXPOSING:
-                saved.expose(args[0])
+                _expose(saved, args[0])
             return func(*args, **kwargs)
         hooked = saved is not None and self._before(saved, func, args, kwargs)
         marked: list[tuple[Tensor, int]] = []
@@ -105,15 +106,15 @@ class OpMode(TorchFunctionMode):
         if func in _ATTENTIONS:
             _note_attention(saved, args, kwargs)
         elif func in EXPOSING:
-            saved.expose(args[0])
+            _expose(saved, args[0])
         elif func in _ADDRESS:
-            saved.wrote(args[0])
+            _wrote(saved, args[0])
         elif (
             isinstance(func, OpOverload | OpOverloadPacket) and _library(func) not in _OWN_LIBRARIES
         ):
             for x in (*args, *kwargs.values()):
                 if isinstance(x, Tensor):
-                    saved.wrote(x)
+                    _wrote(saved, x)
             saved.derived.arguments = ()  # what such an op casts, it may also write
         elif func in _BACKWARDS:
             if saved.is_lossy:
@@ -138,6 +139,20 @@ def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: A
 
 def _run(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
     return func(*args, **kwargs)
+
+
+def _expose(saved: SavedTensors, x: Tensor) -> None:
+    """Keep a tensor whose memory was exposed: later writes may bypass the version counter."""
+    if not foreign(x) and (number := storage_id(x)) not in saved.parameters:
+        storage_of(saved.store, x, number).keep(x.detach())
+
+
+def _wrote(saved: SavedTensors, x: Tensor) -> None:
+    """Invalidate cached payloads of a storage whose address was read, and may be written."""
+    if not foreign(x) and (storage := saved.store.get(storage_id(x))) is not None:
+        storage.epoch += 1
+        if type(x) is not FakeTensor:
+            x.untyped_storage().data_ptr()  # removes the mark of `mark_unwritten`
 
 
 def _note_attention(saved: SavedTensors, args: Sequence[Any], kwargs: Any) -> None:

@@ -15,8 +15,11 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
 from memtrain.activations.intercept.compiler_internals import order_beneath
+from memtrain.activations.saved.fit import fit
+from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Kept
-from memtrain.activations.saved.origin import in_transform
+from memtrain.activations.saved.known_ops import LINEAR
+from memtrain.activations.saved.origin import foreign, in_transform, is_parameter
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Site
 from memtrain.compressors import Compressor, Keep
@@ -34,9 +37,6 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
 
     Patterns are globs over paths as in `named_modules()`; `@blocks` stands for `blocks_of(model)`,
     which may be none.
-
-    Raises:
-        ValueError: For a pattern that matches no module with a forward of its own.
 
     Example:
         >>> model = nn.ModuleDict({"h": nn.ModuleList([nn.Sequential(nn.ReLU()), nn.Tanh()])})
@@ -99,7 +99,6 @@ def _has(*iterators: Iterator[Any]) -> bool:
 
 
 def _blocks(model: nn.Module, modules: Container[str]) -> list[str]:
-    """As patterns."""
     return [escape(name) for name in blocks_of(model) if name in modules]
 
 
@@ -140,7 +139,7 @@ class Recompute:
         return {**vars(self), "_running": {}}
 
     def attach(self, model: nn.Module) -> None:
-        """Put the hooks on: inside those that are there, so last before and first after."""
+        """Register the hooks inside of existing ones: last before, first after the forward."""
         for name in self.names:
             module = model.get_submodule(name)
             self._handles += [
@@ -150,13 +149,13 @@ class Recompute:
             order_beneath(module._forward_hooks)
 
     def detach(self) -> None:
-        """Take the hooks off; graphs that live on still recompute."""
+        """Remove the hooks; existing graphs still recompute."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def break_off(self) -> None:
-        """Leave the modules whose forward an interrupt has ended without a call of its hooks."""
+        """Close the modules whose forward was interrupted before their hooks ran."""
         for _, contexts in reversed(self._running.pop(threading.get_ident(), [])):
             contexts.close()
 
@@ -179,7 +178,7 @@ class Recompute:
                 if isinstance(leaf, Tensor) and id(leaf) not in kept:
                     role = f"input{len(kept) or ''}"
                     wanted = self.inputs if leaf.requires_grad else CHECKPOINT_INPUT
-                    handle = self.saved.stash(Site(name, RECOMPUTE, role), leaf, wanted)
+                    handle = _handle(self.saved, Site(name, RECOMPUTE, role), leaf, wanted)
                     kept[id(leaf)] = handle or Kept(leaf, leaf.detach()), leaf.requires_grad
         places = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
@@ -227,6 +226,19 @@ class Recompute:
         )
 
 
+def _handle(saved: SavedTensors, site: Site, x: Tensor, chosen: Compressor | Keep) -> Any:
+    """Return the handle of an input; None where it is kept."""
+    if foreign(x):
+        return None
+    if isinstance(chosen, Compressor):
+        chosen = fit(chosen, LINEAR, x.dtype, None)
+    kept = saved.is_small(x) or memory_of(x)[1] is None or saved.is_kept(x) or is_parameter(x)
+    if isinstance(chosen, Keep) or kept or not (handle := saved.compress(x, site, chosen)):
+        saved.keep(x, site, CHECKPOINT_INPUT.reason)
+        return None
+    return handle if saved.checks is None else saved.checks.around(handle, x, site, chosen)
+
+
 @contextmanager
 def _buffers_kept(module: nn.Module) -> Iterator[None]:
     """Undo what a forward does to buffers: the first one has done it."""
@@ -254,24 +266,18 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 
 def is_cache(x: object) -> bool:
-    """Whether `x` is one of Hugging Face's.
-
-    Example:
-        >>> is_cache({"keys": []})
-        False
-    """
+    """Return whether an object is a cache of Hugging Face Transformers."""
     return any(base.__module__ == _HF_CACHES for base in type(x).__mro__)
 
 
 def without_caches(
     module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """The arguments with None in place of caches, which training reads nothing from.
+    """Return the arguments with None in place of caches, which training does not read.
 
-    Hugging Face's own activation checkpointing does so too.
-
-    A module that reads the entries of another keeps its cache (`_can_checkpoint_with_cache`).
-    Returns None if a cache has entries for the module from before (a prefix).
+    Hugging Face's own activation checkpointing does so too. A module that reads the entries of
+    another keeps its cache (`_can_checkpoint_with_cache`). Returns None if a cache has entries for
+    the module from before (a prefix).
     """
     caches = [x for x in (*args, *kwargs.values()) if is_cache(x)]
     if not caches or getattr(module, "_can_checkpoint_with_cache", False):

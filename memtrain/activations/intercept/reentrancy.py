@@ -23,14 +23,14 @@ _tracing: ContextVar[object | None] = ContextVar("tracing", default=None)
 
 
 def suspended(interception: object) -> bool:
-    """Whether another interception traces a forward."""
+    """Return whether another interception traces a forward."""
     only = _tracing.get()
     return only is not None and only is not interception
 
 
 @contextmanager
 def suspend_others(interception: object) -> Iterator[None]:
-    """Inside the block every other interception leaves forwards alone."""
+    """Suspend every other interception inside the block."""
     token = _tracing.set(interception)
     try:
         yield
@@ -39,12 +39,12 @@ def suspend_others(interception: object) -> Iterator[None]:
 
 
 def saves() -> bool:
-    """Whether what runs now saves tensors for a backward that comes later."""
+    """Return whether the running code saves tensors for a later backward."""
     return torch.is_grad_enabled() and not torch.jit.is_tracing() and not _in_backward()
 
 
 def is_free() -> bool:
-    """Whether no one but a backward that comes later asks for what is saved now."""
+    """Return whether only a later backward reads what is saved now."""
     return top_hooks() is None and not _in_backward()
 
 
@@ -54,7 +54,7 @@ def _in_backward() -> bool:
 
 
 def foreign_hooks() -> str:
-    """Why saved tensors are not ours to pack, or an empty string."""
+    """Return why memtrain may not pack saved tensors, or an empty string."""
     if top_hooks() is not None:
         return FOREIGN_HOOKS
     if in_transform():
@@ -63,13 +63,13 @@ def foreign_hooks() -> str:
 
 
 def top_hooks() -> Any:
-    """The pack function on top of autograd's stack of saved-tensor hooks, or None."""
+    """Return the pack function on top of autograd's saved-tensor hooks, or None."""
     top = top_pair(True)
     return None if top is None else top[0]
 
 
 def calls_itself(module: nn.Module) -> bool:
-    """Whether two calls of the module, of which the pre-hook's is one, run in this thread."""
+    """Return whether two calls of the module run in this thread, the pre-hook's included."""
     frame, calls = sys._getframe(), 0
     while frame is not None and calls < 2:
         calls += frame.f_code is _CALL and frame.f_locals.get("self") is module

@@ -15,13 +15,13 @@ from torch.overrides import (
 )
 
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.ops import cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
 from memtrain.activations.saved.aliases import callables
-from memtrain.activations.saved.origin import foreign, in_transform, storage_id
+from memtrain.activations.saved.known_ops import OWN
+from memtrain.activations.saved.origin import foreign, in_transform
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Site
 from memtrain.activations.saved.store import is_unwritten, mark_unwritten
@@ -76,12 +76,7 @@ def recognise_module(module: nn.Module, x: Any) -> Call | None:
 
 
 def writes_out(module: nn.Module) -> bool:
-    """Return whether a module implements one op (such as GELU) with several torch calls.
-
-    Example:
-        >>> writes_out(nn.Linear(1, 1))
-        False
-    """
+    """Return whether a module implements one op (such as GELU) with several torch calls."""
     cls = type(module)
     known = nonlinear.form_of(cls) is not None or norms.form_of(cls) is not None
     return known and "forward" not in vars(module)
@@ -97,9 +92,8 @@ def written_out(module: nn.Module, x: Tensor) -> Any:
 class WrittenOut:
     """Replacement for the `forward` of a module that implements one op with several torch calls.
 
-    If a rule matches, the op runs as one call; otherwise the original `forward` runs.
-
-    The module is referenced weakly.
+    If a rule matches, the op runs as one call; otherwise the original `forward` runs. The module is
+    referenced weakly.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -134,8 +128,8 @@ def _takes(module: nn.Module, x: Any) -> bool:
 class Replacements:
     """Runs torch functions: replaced by ops that save payloads, or as they are."""
 
-    def __init__(self, saved: SavedTensors, options: Options) -> None:
-        self.saved, self.options = saved, options
+    def __init__(self, saved: SavedTensors) -> None:
+        self.saved = saved
         self.module = ""
         """Path of the module whose forward runs."""
         self.idle = False
@@ -156,11 +150,11 @@ class Replacements:
 
     def run_mixed(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a torch function of a model whose weights take two bytes."""
-        low: Any = self.options.low
+        low: Any = self.saved.options.low
         return run_mixed(partial(self.run, function), low, function, self.module, args, kwargs)
 
     def takes(self, module: nn.Module, x: Any) -> bool:
-        """Whether a module that writes an op out runs as one."""
+        """Return whether a module that writes an op out runs as one op."""
         if self.idle or not is_grad_enabled():
             return False
         call = recognise_module(module, x)
@@ -187,15 +181,13 @@ class Replacements:
     def compressor(self, call: Call) -> Compressor | None:
         """Return the rules' compressor for a call's site, or None where it runs as it is."""
         x = call.x
-        if not (x.requires_grad and x.is_floating_point()) or x.numel() < self.options.min_elements:
+        if not x.requires_grad or not x.is_floating_point() or self.saved.is_small(x):
             return None
         # Inside someone's activation checkpointing, or forward-mode differentiation.
         if foreign(x) or top_hooks() is not None or in_transform():
             return None
-        if call.tensor == "input" and call.op not in _SAVE_RESULTS:
-            storage = self.saved.store.get(storage_id(x))
-            if storage is not None and storage.is_kept:  # what torch's own form saves is there
-                return None
+        if call.tensor == "input" and call.op not in _SAVE_RESULTS and self.saved.is_kept(x):
+            return None  # what torch's own form saves is there
         chosen = self.saved.choose(Site(self.module, call.op, call.tensor))
         return None if isinstance(chosen, Keep) else chosen
 
@@ -214,8 +206,36 @@ class Replacements:
         y = run() if checks is None else checks.replaced(site, function, args, kwargs, run)
         if unwritten and call.x._version == version:
             mark_unwritten(call.x)  # the op's kernels read it by its address
-        self.saved.replaced(site, call.x, y)
+        self._note(site, call.x, y)
         return y
+
+    def _note(self, site: Site, x: Tensor, result: Any) -> None:
+        """Note an op that has saved a payload itself."""
+        saved, y = self.saved, result if isinstance(result, Tensor) else result[0]
+        node: Any = y.grad_fn
+        above: list[Any] = []  # views and casts
+        while node is not None and type(node) not in OWN:
+            above.append(node)
+            node = node.next_functions[0][0] if node.next_functions else None
+        if node is None or node._sequence_nr() < saved.mark:  # of an earlier op
+            return
+        if saved.readers.results:
+            carries, bounded = site.op == "dropout", site.op == "cross_entropy"
+            saved.readers.visit(node, carries=carries, bounded=bounded)
+            for one in reversed(above):
+                saved.readers.visit(one, carries=True)
+        saved.readers.seen((y,))
+        saved.is_lossy = saved.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
+        if saved.options.derive_outputs and isinstance(result, Tensor):
+            saved.derived.add(y, site.op)
+            if saved.options.derive_products and site.op == "dropout":
+                saved.derived.add_dropped(y, x)
+        if saved.watch is not None:
+            saved.watch.saved(site, x.detach(), node)
+        for part in node.saved_tensors if saved.records is not None else ():
+            if part is not None and not saved.is_weight(part):
+                saved.record(part, site, part.untyped_storage().nbytes(), "payload")
+        saved.skip()
 
 
 REPLACED: Mapping[Any, tuple[Recognise, str]] = dict(_replaced())

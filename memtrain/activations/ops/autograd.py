@@ -94,5 +94,5 @@ def autograd_function(
 
 
 def is_batched(grad: Tensor | None) -> bool:
-    """Whether a gradient stands for many, by either of torch's two vmaps."""
+    """Return whether a gradient stands for many, by either of torch's two vmaps."""
     return grad is not None and "Batched" in repr(torch._C._dispatch_keys(grad))

@@ -7,7 +7,8 @@ loses a large mean's worth of precision: the bounds of a group are rounded to bf
 what a payload gives back is taken off again: it is 0 of x_hat, and noise of the payload.
 
 Values are torch's own, and so are arguments, but for `running` (the running mean and variance, or
-None each), the `compressor` of `x_hat`, and the `key` of its random bits.
+None each), the `compressor` of `x_hat`, and the `key` of its random bits. The backward needs the
+payload of x's elements, and one number per row, per channel, or per sample and group.
 """
 
 from typing import Any
@@ -17,8 +18,8 @@ from torch import Tensor
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import as_autocast
-from memtrain.activations.ops.spatial import memory_format_of
-from memtrain.activations.saved.function_payloads import (
+from memtrain.activations.saved.flatten import memory_format_of
+from memtrain.activations.saved.payload import (
     save_compressed,
     saved_compressed,
 )
@@ -38,9 +39,6 @@ def batch_norm(  # noqa: PLR0913 (torch's own, and the site's)
     key: Key = Key(),  # noqa: B008 (a frozen value)
 ) -> Tensor:
     """`F.batch_norm` in training, saving a compressed `x_hat` in place of `x`.
-
-    Memory:
-        Kept for backward: the payload of x's elements, and one number per channel.
 
     Reference:
         Ioffe and Szegedy, Batch Normalization, arXiv:1502.03167; ActNN (arXiv:2104.14129) keeps x
@@ -63,9 +61,6 @@ def instance_norm(  # noqa: PLR0913 (torch's own, and the site's)
     """`F.instance_norm` with the input's own statistics, saving a compressed `x_hat`.
 
     As in torch, it is a batch norm of one sample with N * C channels.
-
-    Memory:
-        Kept for backward: the payload of x's elements, and one number per sample and channel.
 
     Reference:
         Ulyanov et al., Instance Normalization, arXiv:1607.08022.
@@ -99,9 +94,6 @@ def group_norm(
     key: Key = Key(),  # noqa: B008 (a frozen value)
 ) -> Tensor:
     """`F.group_norm`, saving a compressed `x_hat` in place of `x`.
-
-    Memory:
-        Kept for backward: the payload of x's elements, and one number per sample and group.
 
     Reference:
         Wu and He, Group Normalization, arXiv:1803.08494.

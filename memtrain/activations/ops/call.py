@@ -66,7 +66,7 @@ def as_autocast(
 
 
 def autocast_widens(function: Callable[[Tensor], Tensor], sizes: Sequence[int], x: Tensor) -> bool:
-    """Whether autocast is on and casts 16-bit tensors to float32 for `function`.
+    """Return whether autocast is on and casts 16-bit tensors to float32 for `function`.
 
     Which functions it runs in float32 differs between devices and versions: torch is asked, on a
     tensor without elements.

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
-from memtrain.activations.saved.function_payloads import (
+from memtrain.activations.saved.payload import (
     Payload,
     compress,
     decompress,
@@ -77,12 +77,6 @@ def cross_entropy(
         and numbers of `target`'s shape; the backward allocates the gradient besides. On CUDA an
         eighth of the logits is a piece, of up to 64 Mi elements, since launches cost.
         Where autocast asks for float32, pieces are cast, never the whole.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> x = torch.randn(8, 256, requires_grad=True)
-        >>> cross_entropy(x, torch.arange(8), compressor=Group(bits=8)).shape
-        torch.Size([])
     """
     none = target.new_empty(0, dtype=torch.long)
     wide = x.dtype in (torch.float16, torch.bfloat16) and autocast_widens(
@@ -142,7 +136,7 @@ _cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backwa
 
 
 def _gradient(ctx: Any, payload: Payload, scale: Tensor, classes: Tensor) -> Tensor:
-    """The gradient of the logits, in float32 or wider, from their log-softmax."""
+    """Return the gradient of the logits, in float32 or wider, from their log-softmax."""
     x = decompress(payload, ctx.compressor)
     x = x if x.dtype == torch.float64 else x.float()
     scale = scale.to(x.dtype).unsqueeze(1)
@@ -150,7 +144,6 @@ def _gradient(ctx: Any, payload: Payload, scale: Tensor, classes: Tensor) -> Ten
 
 
 def _piece(x: Tensor) -> int:
-    """Elements that are worked on at once."""
     if not is_for_cuda(x):
         return _PIECE
     return min(max(_PIECE, x.numel() // _PIECES_CUDA), _PIECE_CUDA)
@@ -174,7 +167,7 @@ def _narrow(classes: Tensor, count: int) -> Tensor:
 
 
 def _scale(grad: Tensor, classes: Tensor, reduction: str) -> tuple[Tensor, Tensor]:
-    """The factor of each row's softmax in the gradient, and the row's class."""
+    """Return the factor of each row's softmax in the gradient, and the row's class."""
     wide = grad if grad.dtype == torch.float64 else grad.float()
     counts = (classes >= 0).to(wide.dtype)
     if reduction == "mean":

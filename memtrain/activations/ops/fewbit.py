@@ -17,7 +17,7 @@ Value = tuple[str, tuple[float, ...]]
 def fewbit(
     x: Tensor, compressor: DerivativeCode, *, inplace: bool = False, value: Value | None = None
 ) -> Tensor:
-    """The activation `compressor.function`, keeping only packed codes of `x` for backward.
+    """Return the activation `compressor.function`, keeping only packed codes of `x` for backward.
 
     The forward value is torch's own; the gradient is `grad * level`
     with the few-bit table's level for f'(x). Where no gradient is wanted it is the plain function

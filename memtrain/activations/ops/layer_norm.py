@@ -17,7 +17,7 @@ from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.batch_norm import standard
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
-from memtrain.activations.saved.function_payloads import (
+from memtrain.activations.saved.payload import (
     decompress,
     save_compressed,
     save_payloads,
@@ -40,15 +40,6 @@ def layer_norm(
     key: Key = Key(),  # noqa: B008 (a frozen value)
 ) -> Tensor:
     """`F.layer_norm`, saving a compressed `x_hat` in place of `x`.
-
-    Memory:
-        Kept for backward: the payload of x's elements, and one number per row.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> x = torch.randn(4, 256, requires_grad=True)
-        >>> layer_norm(x, (256,), compressor=Group(bits=4)).shape
-        torch.Size([4, 256])
 
     Reference:
         Ba et al., Layer Normalization, arXiv:1607.06450.
@@ -78,15 +69,6 @@ def rms_norm(
     `eps` is added to the mean square; None stands for the epsilon of the dtype of the arithmetic.
     `form`, a name in `FORMS`, says how dtypes and the weight are handled; all but "torch" need a
     weight.
-
-    Memory:
-        Kept for backward: the payload of x's elements, and one number per row.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> x = torch.randn(4, 256, requires_grad=True)
-        >>> rms_norm(x, (256,), compressor=Group(bits=4)).shape
-        torch.Size([4, 256])
 
     Reference:
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
@@ -178,7 +160,6 @@ _layer_norm = autograd_function(_layer_norm_forward, _layer_norm_backward, tenso
 def _layer_norm_output(
     x_hat: Tensor, rstd: Tensor, weight: Tensor | None, bias: Tensor | None
 ) -> Tensor:
-    """A layer norm's output from its normalised input."""
     if weight is not None and bias is not None:
         return torch.addcmul(bias, x_hat, weight).to(x_hat.dtype)  # one pass
     y = x_hat if weight is None else x_hat * weight
@@ -239,7 +220,7 @@ _rms_norm = autograd_function(_rms_norm_forward, _rms_norm_backward, tensors=2)
 
 
 def _keeps_dtype(form: str, dtype: torch.dtype, weight: Tensor | None) -> bool:
-    """Whether the value of a form has the dtype of `x`, as one pass makes it."""
+    """Return whether the value of a form has the dtype of `x`, as one pass makes it."""
     if weight is None or form in ("cast_last", "gemma"):
         return True
     if form == "t5":
@@ -255,7 +236,6 @@ def _rms_norm_output(
     rstd: Tensor,
     weight: Tensor | None,
 ) -> Tensor:
-    """The output from the normalised input."""
     make, x_hat = FORMS[form], _wide(x_hat)
     if weight is None or make is None:
         return (x_hat if weight is None else x_hat * weight).to(result)

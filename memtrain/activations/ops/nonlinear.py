@@ -80,7 +80,7 @@ def _call(
     table: Value | None = None,
     written: Callable[[Tensor], Tensor] | None = None,
 ) -> Call:
-    """A call of a nonlinearity that keeps derivative codes.
+    """Return a call of a nonlinearity that keeps derivative codes.
 
     `table` is the function whose derivative's table serves, with its parameters, where that is not
     the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not). `written` is
@@ -110,7 +110,7 @@ def _run(
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
-    """The value, with codes in place of saved tensors; nothing random."""
+    """Return the value, with codes in place of saved tensors; nothing random."""
     (op, _), (function, parameters) = value, table
     if not isinstance(compressor, DerivativeCode):
         raise TypeError(f"{op} with {compressor!r}; allowed: a DerivativeCode")
@@ -124,14 +124,13 @@ def _run(
 def _code_of(
     compressor: DerivativeCode, function: str, parameters: tuple[float, ...]
 ) -> DerivativeCode:
-    """The compressor for a function."""
     # A piecewise-linear function is exact with one bit.
     bits = 1 if function in EXACT else compressor.bits
     return replace(compressor, function=function, parameters=parameters, bits=bits)
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """A call of a nonlinearity as function, method or in-place form; None for another op.
+    """Return a call of a nonlinearity as function, method or in-place form; None for another op.
 
     Left alone: bounds that are tensors, parameters for which there is no table, and `out=`.
     """
@@ -197,7 +196,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _clamp(x: Tensor, low: Any, high: Any, inplace: bool) -> Call | None:
-    """A clamp between numbers: its gradient passes where low <= x <= high."""
+    """Return a clamp between numbers: its gradient passes where low <= x <= high."""
     bounds = [value for value in (low, high) if value is not None]
     if not bounds or not all(_is_number(value) for value in bounds):
         return None
@@ -222,7 +221,7 @@ def _rounded(numbers: tuple[float, ...], dtype: torch.dtype) -> tuple[float, ...
 
 
 def _next(x: float, direction: int) -> float:
-    """The float32 next to `x`; subnormals count as 0, for the kernels flush them."""
+    """Return the float32 next to `x`; subnormals count as 0, for the kernels flush them."""
     if abs(x) < _TINY:
         return direction * _TINY
     beside = float(np.nextafter(np.float32(x), np.float32(direction * np.inf)))

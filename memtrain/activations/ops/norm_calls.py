@@ -37,7 +37,7 @@ def _call(
     op: str = "",
     **options: Any,
 ) -> Call:
-    """A call of a norm; `op` is its name in rules, where that is another.
+    """Return a call of a norm; `op` is its name in rules, where that is another.
 
     Groups that lie within rows of a layer norm would lose as little of x itself (512 rows of 768, 4
     bits, relative error of dx with x_hat and with x: 0.0080 and 0.0080 up to a mean of 10
@@ -52,7 +52,7 @@ def _call(
 
 
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    """A call of a norm that takes the statistics of its input; None for another op.
+    """Return a call of a norm that takes the statistics of its input; None for another op.
 
     Evaluation with running statistics is left to hooks: it is a product with constants. So are
     `torch.batch_norm` and `torch.instance_norm` called directly, in their own order of arguments.

@@ -18,8 +18,7 @@ from torch import Tensor
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, is_lossy
-from memtrain.activations.ops.spatial import memory_format_of
-from memtrain.activations.saved.flatten import flatten, restore
+from memtrain.activations.saved.flatten import flatten, memory_format_of, restore
 from memtrain.compressors import Compressor, Key
 from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 

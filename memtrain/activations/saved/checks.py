@@ -2,6 +2,8 @@
 
 import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -45,7 +47,17 @@ class Checks:
 
     def around(self, handle: Any, x: Tensor, site: Site, compressor: Compressor | None) -> Any:
         """Return a handle that compares when it is read."""
-        return _Checked(self, handle, x.detach().clone(), site, compressor)
+        unpack = partial(self._unpack, handle, x.detach().clone(), site, compressor)
+        return SimpleNamespace(unpack=unpack)
+
+    def _unpack(self, handle: Any, x: Tensor, site: Site, compressor: Compressor | None) -> Tensor:
+        found = handle.unpack()
+        if isinstance(handle, Kept) and handle.kept is None and found.shape == x.shape:
+            self.tensors += 1  # it has no values
+            return found
+        with torch.no_grad():
+            self.compare(found, x, site, compressor)
+        return found
 
     def replaced(
         self,
@@ -101,6 +113,11 @@ class Checks:
                 f"allowed: {allowed:.3g}"
             )
 
+    def attention(self, fused: Any, saved: Mapping[str, Tensor], module: str, op: str) -> None:
+        """Compare the results that a fused attention recomputes from its exact inputs."""
+        for name, found in fused.results().items():
+            self.compare(found, saved[name], Site(module, op, name), None)
+
     def compare(self, found: Tensor, x: Tensor, site: Site, compressor: Compressor | None) -> None:
         """Report a decompressed tensor that is farther from the saved one than it may be."""
         self.tensors += 1
@@ -126,28 +143,6 @@ class Checks:
                 f"{float(error.norm()) / norm:.3g} of its norm; {compressor!r} makes "
                 f"{float(own.norm()) / norm:.3g}"
             )
-
-
-class _Checked:
-    """A handle, and a copy of the saved tensor that it is compared with when it is read."""
-
-    def __init__(
-        self, checks: Checks, handle: Any, x: Tensor, site: Site, compressor: Compressor | None
-    ) -> None:
-        self._checks, self._handle, self._x = checks, handle, x
-        self._site, self._compressor = site, compressor
-
-    def unpack(self) -> Tensor:
-        """Return the tensor for the backward."""
-        found = self._handle.unpack()
-        with torch.no_grad():
-            handle = self._handle
-            x = found if isinstance(handle, Kept) and handle.kept is None else self._x
-            if x is found and found.shape == self._x.shape:
-                self._checks.tensors += 1
-            else:
-                self._checks.compare(found, self._x, self._site, self._compressor)
-        return found
 
 
 def _largest(x: Tensor) -> float:

@@ -18,15 +18,16 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
-from memtrain.activations.saved.function_payloads import decompress, saved_payloads
 from memtrain.activations.saved.known_ops import CASTS, MULTIPLIES, VIEWS, node_classes
 from memtrain.activations.saved.node_tensors import flows_into
 from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.payload import decompress, saved_payloads
 from memtrain.activations.saved.store import (
-    Store,
+    Storage,
     check_version,
     is_unwritten,
     mark_unwritten,
+    storage_of,
     without_elements,
 )
 
@@ -104,7 +105,7 @@ class DerivedOutputs:
     Numbers of nodes do not identify them: each thread counts its own.
     """
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: dict[int, Storage]) -> None:
         self._store = store
         self._outputs: dict[Any, _Output] = {}
         self._contents: dict[Any, Callable[[], Tensor]] = {}
@@ -170,7 +171,7 @@ class DerivedOutputs:
 
     def _note(self, y: Any, op: str, memory: Memory, nodes: frozenset[int], source: Any) -> None:
         number = storage_id(y)
-        self._store.of(y, number)  # so that no other storage takes its number
+        storage_of(self._store, y, number)  # so that no other storage takes its number
         if mark_unwritten(y):
             self._outputs[y.grad_fn] = _Output(
                 nodes, op, without_elements(y), y._version, number, memory, y.dtype, source
@@ -207,7 +208,7 @@ class DerivedOutputs:
         return None, False
 
     def _is_cast(self, x: Tensor, output: _Output) -> bool:
-        """Whether the function that runs now has made `x`, a cast of one of its arguments.
+        """Return whether the function that runs now has made `x`, a cast of one of its arguments.
 
         Nothing else can have written to `x`, nor to the argument before the cast.
         """
@@ -230,7 +231,7 @@ class DerivedOutputs:
         return known
 
     def _content(self, node: Any) -> Callable[[], Tensor]:
-        """A function that recomputes the output of a node.
+        """Return a function that recomputes the output of a node.
 
         It copies a norm's weight and bias: they may change before it is called, and an update
         through `.data` has no version.
@@ -247,7 +248,7 @@ class DerivedOutputs:
 
 
 def _is_view(x: Tensor, output: _Output) -> bool:
-    """Whether a tensor has all elements of an output, to which nothing has written."""
+    """Return whether a tensor has all elements of an output, to which nothing has written."""
     if storage_id(x) != output.storage or x.dtype != output.dtype or not is_unwritten(x):
         return False
     return output.counter._version == output.version and memory_of(x)[1] == output.memory

@@ -22,7 +22,7 @@ Memory = tuple[int, tuple[tuple[int, int], ...]]
 def flatten(
     x: Tensor, layout: Layout | None = None, *, rows: Memory | None = None
 ) -> tuple[Tensor, Layout]:
-    """`x` as a contiguous 1-d tensor of its distinct elements, in memory order.
+    """Return a contiguous 1-d tensor of the distinct elements of `x`, and its layout.
 
     A permuted dense tensor (transposed, channels-last) is flattened without a copy; a strided
     slice is copied; dimensions of stride 0 are stored once.
@@ -52,12 +52,12 @@ def flatten(
 
 
 def layout_of(x: Tensor) -> Layout:
-    """The layout that `flatten` would return; nothing is copied."""
+    """Return the layout that `flatten` would return; nothing is copied."""
     return memory_of(x)[0]
 
 
 def restore(flat: Tensor, layout: Layout) -> Tensor:
-    """The tensor that `flatten` was given: same shape, same order of dimensions in memory."""
+    """Return the tensor that `flatten` was given, in its shape and memory order."""
     stored, inverse, expanded = steps_of(layout)
     x = flat if flat.shape == stored else flat.view(stored)
     x = x if inverse is None else x.permute(inverse)
@@ -82,9 +82,9 @@ def _steps(layout: Layout) -> tuple[torch.Size, list[int] | None, bool]:
 
 
 def memory_of(x: Tensor) -> tuple[Layout, Memory | None]:
-    """Where the elements of a tensor lie in its storage.
+    """Return where the elements of a tensor lie in its storage: a layout and a key.
 
-    Returns the layout and a key. Two tensors on one storage with equal keys have the same elements
+    Two tensors on one storage with equal keys have the same elements
     in the same memory order: a view that only regroups or permutes dense dimensions has an equal
     key. The key is None where elements share memory other than by a stride of 0, as windows do.
 
@@ -125,3 +125,17 @@ def _memory_of(
         else:
             merged.append((stride, size))
     return layout, (int(offset), tuple(merged))
+
+
+def memory_format_of(x: Tensor) -> torch.memory_format:
+    """Return the memory format of a tensor, of those that kernels know.
+
+    Example:
+        >>> x = torch.ones(2, 3, 4, 5)
+        >>> memory_format_of(x.contiguous(memory_format=torch.channels_last))
+        torch.channels_last
+    """
+    for dims, format in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        if x.dim() == dims and x.is_contiguous(memory_format=format) and not x.is_contiguous():
+            return format
+    return torch.contiguous_format

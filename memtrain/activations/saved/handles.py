@@ -9,7 +9,7 @@ from memtrain.compressors import Key, Mask
 
 
 class Kept:
-    """Takes the place of a saved tensor that is kept, or of which the shape only is read.
+    """Handle of a saved tensor that is kept, or whose shape alone is read.
 
     `kept` is the tensor, detached, or a copy of a small view of a large storage. If it is None, a
     tensor of this shape without values comes back.
@@ -23,7 +23,7 @@ class Kept:
         self._version = 0 if x.is_inference() else x._version
 
     def unpack(self) -> Tensor:
-        """Return what is kept."""
+        """Return the kept tensor."""
         if self._counter is not None:
             check_version(self._counter, self._version)
         if self.kept is not None:
@@ -57,7 +57,7 @@ class MaskBias:
         self.nbytes = self._hidden.nbytes + self._low.nbytes
 
     def equals(self, x: Tensor) -> bool:
-        """Whether the bias that comes back is `x`: its elements are 0 and one other number.
+        """Return whether `unpack` returns `x`: its elements are 0 and one other number.
 
         Fake tensors have no elements: True, after the same allocations.
         """
@@ -76,7 +76,7 @@ class MaskBias:
 
 
 def _stored(x: Tensor) -> Tensor:
-    """The elements of `x` that memory holds: those of a stride of 0 once."""
+    """Return the elements of `x` that memory holds: those of a stride of 0 once."""
     for dim, step in enumerate(x.stride()):
         if step == 0 and x.shape[dim] > 1:
             x = x.narrow(dim, 0, 1)

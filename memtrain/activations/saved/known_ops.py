@@ -144,14 +144,14 @@ def _is_square(node: Node) -> bool:
 
 
 def sums_few(node: Node) -> bool:
-    """Whether a node sums fewer than `FEW` elements."""
+    """Return whether a node sums fewer than `FEW` elements."""
     if type(node) not in SUMS:
         return False
     return prod(node._saved_self_sym_sizes) < FEW * prod(node._input_metadata[0].shape)
 
 
 def _reads_input(node: Node) -> bool:
-    """Whether a convolution's weight has a gradient, which the input's values go into."""
+    """Return whether a convolution's weight has a gradient, which the input's values go into."""
     return node.next_functions[1][0] is not None
 
 
@@ -172,7 +172,6 @@ def _rows(node: Node) -> int:
 
 
 def _along(node: Node) -> int:
-    """The size of the dimension that an index runs along."""
     sizes = node._saved_self_sym_sizes
     return max(1, int(sizes[_dim(node, len(sizes))])) if sizes else 1
 

@@ -14,7 +14,7 @@ LEAF = 2**64 - 1
 
 
 def is_function(node: type) -> bool:
-    """Whether nodes of a class are those of an `autograd.Function` written in Python."""
+    """Return whether a node is that of an `autograd.Function` written in Python."""
     return issubclass(node, torch.autograd.function.BackwardCFunction)
 
 
@@ -52,12 +52,7 @@ def nodes_since(
 
 @lru_cache(maxsize=4096)
 def saved_names(node: type) -> tuple[str, ...]:
-    """Return the attributes under which nodes of a class hold saved tensors.
-
-    Example:
-        >>> saved_names(type((torch.ones(2, requires_grad=True) * torch.ones(2)).grad_fn))
-        ('other', 'self')
-    """
+    """Return the attributes under which nodes of a class hold saved tensors."""
     if is_function(node):
         # What a compiled graph saves is recorded, and compressed, where the graph is compiled.
         compiled = hasattr(getattr(node, "_forward_cls", None), "compiled_bw")
@@ -89,15 +84,21 @@ def tensors_of(node: Any, names: Sequence[str]) -> list[tuple[str, Tensor]]:
     return found
 
 
-def register_hooks(
-    node: Any, attribute: str, pack: Callable[..., Any], unpack: Callable[..., Any]
-) -> None:
-    """Let a node hold what `pack` returns in place of a saved tensor."""
+def _unpack(handle: Any) -> Tensor:
+    return handle.unpack()
+
+
+def hook(node: Any, attribute: str, handle: Any, unpack: Callable[[Any], Tensor] = _unpack) -> None:
+    """Let a node hold a handle in place of a saved tensor, unless it has hooks that no mode saw."""
     if attribute.isdecimal():
         raw = node._raw_saved_tensors[int(attribute)]
     else:
         raw = getattr(node, f"_raw_saved_{attribute}")
-    raw.register_hooks(pack, unpack)
+    try:
+        raw.register_hooks(lambda _: handle, unpack)
+    except RuntimeError as error:
+        if "hooks have already been set" not in str(error):
+            raise
 
 
 def flows_into(node: Any, source: Any, nodes: Collection[int]) -> bool:

@@ -16,7 +16,7 @@ _STRIDED = torch.strided
 
 
 def foreign(x: Tensor) -> str:
-    """Why a tensor's storage cannot be spoken of (sparse, nested, a subclass), or "".
+    """Return why a tensor has no storage of its own (sparse, nested, a subclass), or "".
 
     Example:
         >>> foreign(torch.ones(2)), foreign(torch.ones(2).to_sparse())
@@ -32,12 +32,11 @@ def foreign(x: Tensor) -> str:
 
 
 def is_parameter(x: Tensor) -> bool:
-    """Whether `x` is a parameter, its view, or made of trainable ones by casts and views alone.
+    """Return whether a tensor is a parameter, or made of parameters by casts and views.
 
     So weights are known that the model does not list: FSDP's unsharded ones, autocast's copies
-    (those of cuDNN's recurrent layers too), explicit casts, weight norm's products.
-
-    The tensor is one that autograd returns, not detached.
+    (those of cuDNN's recurrent layers too), explicit casts, weight norm's products. A detached
+    tensor does not show it.
 
     Example:
         >>> weight = nn.Parameter(torch.ones(4, 4))
@@ -62,12 +61,9 @@ def is_parameter(x: Tensor) -> bool:
 
 
 def refuse_replica(module: nn.Module) -> None:
-    """Stop a training forward of a copy that `nn.DataParallel` makes anew for each one.
+    """Raise RuntimeError for a training forward of a replica of `nn.DataParallel`.
 
     Its parameters are no parameters (they would be compressed), and its threads run side by side.
-
-    Raises:
-        RuntimeError: If the module is one.
     """
     if vars(module).get("_is_replica") and torch.is_grad_enabled():
         raise RuntimeError(
@@ -77,7 +73,7 @@ def refuse_replica(module: nn.Module) -> None:
 
 
 def storage_id(x: Tensor) -> int:
-    """Identity of the storage of `x`, valid while the storage or a weak reference to it lives.
+    """Return an identity of a storage, valid while the storage or a weak reference lives.
 
     Tensors without one of their own (sparse, nested) get a number that no storage has.
     """
@@ -87,6 +83,6 @@ def storage_id(x: Tensor) -> int:
 
 
 def in_transform() -> bool:
-    """Whether a transform of torch.func or forward-mode differentiation is at work."""
+    """Return whether a transform of torch.func or forward-mode differentiation is active."""
     level = torch._C._functorch.maybe_current_level()  # pyright: ignore[reportAttributeAccessIssue]
     return level is not None or forward_ad._current_level >= 0

@@ -1,7 +1,7 @@
 """Compress a saved tensor, or reuse the payload of an earlier save."""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,9 +63,9 @@ def _compress(
     if not compressor.shaped and is_ordinary():
         special = specialized(x, layout, memory, compressor)
     if special is not None:
-        parts = special.compress(x, key().bits())
-        tensors = dict(zip(special.compressor.parts, parts, strict=True))
-        return Packed(tensors, special.stored, x.dtype), special.compressor, special.nbytes
+        compressor, compress, nbytes, stored = special
+        tensors = dict(zip(compressor.parts, compress(x, key().bits()), strict=True))
+        return Packed(tensors, stored, x.dtype), compressor, nbytes
     flat = x
     if not compressor.shaped and not (compressor.reads_rows and x.is_contiguous()):
         flat = flatten(x, layout, rows=memory if compressor.reads_rows else None)[0]
@@ -79,17 +79,9 @@ def _compress(
     return packed, compressor, nbytes
 
 
-class Specialized(NamedTuple):
-    """A kernel that compresses tensors of one shape, memory order, dtype and device."""
-
-    compressor: Compressor
-    """With groups for this shape."""
-    compress: Callable[[Tensor, int], tuple[Tensor, ...]]
-    """The payload's tensors, in the order of the compressor's `parts`."""
-    nbytes: int
-    """Of a payload."""
-    stored: torch.Size
-    """The shape in memory order."""
+Specialized = tuple[Compressor, Callable[[Tensor, int], tuple[Tensor, ...]], int, torch.Size]
+"""A compressor with groups for one shape, memory order, dtype and device; its kernel, which returns
+the payload's tensors in the order of `parts`; the bytes of a payload; the shape in memory order."""
 
 
 def specialized(
@@ -116,4 +108,57 @@ def _specialize(
     if flat.data_ptr() != x.data_ptr():  # neither dense nor rows: it was copied
         return None
     found = compressor.kernel(flat)
-    return None if found is None else Specialized(compressor, *found, steps_of(layout)[0])
+    return None if found is None else (compressor, *found, steps_of(layout)[0])
+
+
+# -- payloads of memtrain's own autograd Functions -------------------------------------------------
+
+Payload = tuple[Packed, Layout | None]
+"""A compressed tensor, and its layout where it was flattened."""
+
+
+def compress(x: Tensor, compressor: Compressor, key: Key) -> Payload:
+    """Return the payload of a tensor, flattened unless the compressor is `shaped`."""
+    flat, layout = (x, None) if compressor.shaped else flatten(x)
+    return compressor.compress(flat, key=key), layout
+
+
+def save_payloads(
+    ctx: Any, payloads: Sequence[Payload], compressor: Compressor, *others: Tensor | None
+) -> None:
+    """Save payloads, and other tensors as they are, through `ctx.save_for_backward`."""
+    parts: list[Tensor] = []
+    ctx.compressor, ctx.payloads = compressor, []
+    for (tensors, shape, dtype), layout in payloads:  # a comprehension is a function more to call
+        parts += tensors.values()
+        ctx.payloads.append((tuple(tensors), shape, dtype, layout))
+    ctx.save_for_backward(*parts, *others)
+
+
+def saved_payloads(ctx: Any) -> tuple[list[tuple[Packed, Any]], list[Any]]:
+    """Return the payloads that `save_payloads` saved, and the other tensors."""
+    saved = iter(ctx.saved_tensors)
+    payloads: list[tuple[Packed, Any]] = []
+    for names, shape, dtype, layout in ctx.payloads:
+        tensors = dict(zip(names, saved, strict=False))  # the first of those that are left
+        payloads.append((Packed(tensors, shape, dtype), layout))
+    return payloads, list(saved)
+
+
+def save_compressed(
+    ctx: Any, x: Tensor, compressor: Compressor, key: Key, *others: Tensor | None
+) -> None:
+    """Save the payload of `x`, and other tensors as they are, through `ctx.save_for_backward`."""
+    save_payloads(ctx, [compress(x, compressor, key)], compressor, *others)
+
+
+def saved_compressed(ctx: Any) -> tuple[Tensor, list[Any]]:
+    """Return the tensor that `save_compressed` saved, and the other tensors."""
+    (payload,), others = saved_payloads(ctx)
+    return decompress(payload, ctx.compressor), others
+
+
+def decompress(payload: Payload, compressor: Compressor) -> Tensor:
+    """Return the tensor of a payload, in its shape and memory order."""
+    packed, layout = payload
+    return tensor_of(packed, compressor, layout)

@@ -3,7 +3,7 @@
 import weakref
 from collections.abc import Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,27 +14,9 @@ from memtrain.activations.saved.store import tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary, register
 
-
-class _Form(NamedTuple):
-    """How graphs hold a saved tensor."""
-
-    compressor: Compressor
-    names: tuple[str, ...]  # of the payload's tensors
-    order: tuple[int, ...]  # as in `flatten.Layout`; no strides: sizes may be symbolic
-    expanded: tuple[bool, ...]
-
-    def layout(self, shape: Sequence[int]) -> Layout:
-        return Layout(tuple(shape), self.order, self.expanded)
-
-    def stored(self, shape: Sequence[int]) -> int:
-        """Elements of a shape without the dimensions that are stored once."""
-        numel = 1
-        for size, once in zip(shape, self.expanded, strict=True):
-            numel = numel if once else numel * size
-        return numel
-
-
-_FORMS: dict[str, _Form] = {}
+_FORMS: dict[str, tuple[Compressor, tuple[str, ...], Layout]] = {}
+"""Text of a form -> compressor, names of the payload's tensors, layout (its shape does not count:
+sizes may be symbolic)."""
 _COUNTERS: dict[int, "_Counter"] = {}  # of objects that are alive
 _NUMBERS = count(1)
 
@@ -68,15 +50,14 @@ class _Counter:
 
 def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str:
     """Return the text by which the ops in graphs know how a saved tensor is held."""
-    form = _Form(compressor, tuple(names), layout.order, layout.expanded)
     once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
     text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
-    _FORMS[text] = form
+    _FORMS[text] = compressor, tuple(names), layout
     return text
 
 
 def counter_of(forwards: Any) -> int:
-    """The number by which graphs know an object whose `step` counts forwards; held weakly."""
+    """Return the number by which graphs know an object whose `step` counts forwards."""
     known = [number for number, one in _COUNTERS.copy().items() if one.forwards() is forwards]
     if known:
         return known[0]
@@ -86,37 +67,38 @@ def counter_of(forwards: Any) -> int:
 
 
 def graph_number() -> int:
-    """A number for a graph that no other has."""
+    """Return a number that no other graph has."""
     return next(_NUMBERS)
 
 
 def decompress(
     parts: Sequence[Tensor], form: str, shape: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
-    """The saved tensor again, as one op, dense in the memory order that it had."""
+    """Decompress a saved tensor by one op, dense in its memory order."""
     return decompressing(parts)(parts, form, shape, dtype)
 
 
 def decompressing(parts: Sequence[Tensor]) -> Any:
-    """The op that decompresses a payload, and that no CUDA graph holds where the host reads a part.
+    """Return the op that decompresses a payload.
 
-    A part on another device than the others is on the host, as of `Host`.
+    If a part is on another device than the others, the host reads it, as with `Host`, and no CUDA
+    graph may hold the op.
     """
     on_host = len({part.device for part in parts}) > 1
     return (decompress_on_host_op if on_host else decompress_op).default
 
 
 def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    held, (seed, site, number, graph, op) = _FORMS[form], key
+    (compressor, _, layout), (seed, site, number, graph, op) = _FORMS[form], key
     counter = _COUNTERS.get(number)
     own = Key(seed, site, 0 if counter is None else counter.step_of(graph, op))
-    compressor, layout, (found, memory) = held.compressor, held.layout(x.shape), memory_of(x)
+    layout, (found, memory) = _of_shape(layout, x.shape), memory_of(x)
     # A fake kernel of the user's may have promised other strides than the tensor has.
     if is_ordinary() and found.expanded == layout.expanded and _order(found) == _order(layout):
         special = None if compressor.shaped else specialized(x, layout, memory, compressor)
         if special is not None:
-            return [*special.compress(x, own.bits())]
-    return _payload(x, held, own)
+            return [*special[1](x, own.bits())]
+    return _payload(x, compressor, layout, own)
 
 
 def _order(layout: Layout) -> list[int]:
@@ -125,35 +107,46 @@ def _order(layout: Layout) -> list[int]:
 
 
 def _compress_fake(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    return _payload(x, _FORMS[form], Key())
+    compressor, _, layout = _FORMS[form]
+    return _payload(x, compressor, _of_shape(layout, x.shape), Key())
 
 
-def _payload(x: Tensor, held: _Form, key: Key) -> list[Tensor]:
-    if not held.compressor.shaped:
-        x, _ = flatten(x, held.layout(x.shape))
-    return [*held.compressor.compress(x, key=key).tensors.values()]
+def _payload(x: Tensor, compressor: Compressor, layout: Layout, key: Key) -> list[Tensor]:
+    flat = x if compressor.shaped else flatten(x, layout)[0]
+    return [*compressor.compress(flat, key=key).tensors.values()]
+
+
+def _of_shape(layout: Layout, shape: Sequence[int]) -> Layout:
+    return layout._replace(shape=tuple(shape))
+
+
+def _stored(layout: Layout) -> int:
+    """Return the elements of a layout without the dimensions that are stored once."""
+    numel = 1
+    for size, once in zip(layout.shape, layout.expanded, strict=True):
+        numel = numel if once else numel * size
+    return numel
 
 
 def _decompress(
     parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    held = _FORMS[form]
-    tensors = dict(zip(held.names, parts, strict=True))
-    if held.compressor.shaped:
-        return held.compressor.decompress(Packed(tensors, torch.Size(shape), dtype))
-    packed = Packed(tensors, torch.Size([held.stored(shape)]), dtype)
-    return tensor_of(packed, held.compressor, held.layout(shape))
+    compressor, names, layout = _FORMS[form]
+    tensors, layout = dict(zip(names, parts, strict=True)), _of_shape(layout, shape)
+    if compressor.shaped:
+        return compressor.decompress(Packed(tensors, torch.Size(shape), dtype))
+    return tensor_of(Packed(tensors, torch.Size([_stored(layout)]), dtype), compressor, layout)
 
 
 def _decompress_fake(
     parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    held = _FORMS[form]
-    if held.compressor.shaped:
+    compressor, _, layout = _FORMS[form]
+    if compressor.shaped:
         return _decompress(parts, form, shape, dtype)
     # Not by the compressor: its `shape.numel()` would make one number of a symbolic size.
-    flat = parts[0].new_empty([held.stored(shape)], dtype=dtype)
-    return restore(flat, held.layout(shape))
+    layout = _of_shape(layout, shape)
+    return restore(parts[0].new_empty([_stored(layout)], dtype=dtype), layout)
 
 
 # What the host reads as an op runs, a counter for random bits or a payload's part that lies there:

@@ -36,18 +36,18 @@ class _Result:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the result is compressed or kept already."""
+        """Return whether the result is compressed or kept already."""
         return self._save is None
 
     @property
     def has_copies(self) -> bool:
-        """Whether a copy of its elements is alive."""
+        """Return whether a copy of its elements is alive."""
         self.copies = {copy for copy in self.copies if not copy.expired()}
         return bool(self.copies)
 
     @property
     def is_held(self) -> bool:
-        """Whether it, or a copy of its elements, is alive."""
+        """Return whether it, or a copy of its elements, is alive."""
         return self.has_copies or not self._storage.reference.expired()
 
     def save(self, *, compress: bool) -> None:
@@ -92,7 +92,7 @@ class Readers:
         self._made.append(found)
 
     def visit(self, node: Any, *, carries: bool = False, bounded: bool = False) -> None:
-        """See what a node reads.
+        """Note what a node reads.
 
         It `carries` its input's elements if its output has them, times one number, or 0. The
         gradient of what it reads is `bounded` as that of cross-entropy.
@@ -163,7 +163,7 @@ def _source(node: Any, index: int) -> tuple[Any, int]:
 
 
 def _may_be_equal(one: Any, other: Any, steps: int) -> bool:
-    """Whether two nodes are one, or apply equal ops to tensors that may be equal."""
+    """Return whether two nodes are one, or apply equal ops to tensors that may be equal."""
     if one is other:
         return True
     above = () if one is None or type(one) is not type(other) else one.next_functions

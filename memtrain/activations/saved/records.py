@@ -78,7 +78,7 @@ class Records:
         self._saved.append(_Saved(record, storage, held))
 
     def end(self) -> list[Record]:
-        """Return the records with the bytes that are still held.
+        """Return the records with the bytes that the graph still holds.
 
         Where the save is gone, the baseline's bytes are 0 too, unless another save has the same
         storage.

@@ -8,16 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissingImports, reportAttributeAccessIssue]
-from torch._subclasses import FakeTensor
 
-from memtrain.activations.saved import known_ops, node_tensors
-from memtrain.activations.saved.attention import KERNELS, FusedAttention, Kernel
+from memtrain.activations.saved import known_ops
+from memtrain.activations.saved.attention import KERNELS, FusedAttention
 from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.derived import FINE, FORMULAS, SMOOTH, DerivedOutputs
-from memtrain.activations.saved.fit import Choose, decide, fit
+from memtrain.activations.saved.fit import Choose, decide
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Kept, MaskBias
 from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, SHAPE, SavedBy
+from memtrain.activations.saved.node_tensors import (
+    FUNCTION,
+    hook,
+    is_function,
+    nodes_since,
+    saved_names,
+    tensors_of,
+)
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_handle
 from memtrain.activations.saved.readers import Readers, is_square
@@ -33,17 +41,15 @@ from memtrain.activations.saved.site import (
     Record,
     Site,
 )
-from memtrain.activations.saved.store import Handle, Store
+from memtrain.activations.saved.store import Handle, Storage, storage_of
 from memtrain.compressors import Compressor, Keep, Key
 
-ALIVE = "its storage is kept alive by another save"
-WEIGHT = "a weight, or made of weights alone"
+_ALIVE = "its storage is kept alive by another save"
+_WEIGHT = "a weight, or made of weights alone"
 SHARED = "shared with an earlier save"
-DERIVED = "recomputed from what another op keeps"
-OPAQUE = "saved by a node that shows nothing of it"
-NOT_IN_TABLE = "its op reads its values, and is not linear in them"
-NOT_READ = "its shape only is read"
-RECOMPUTED = "recomputed by the backward from the attention's other saved tensors"
+_DERIVED = "recomputed from what another op keeps"
+_NOT_IN_TABLE = "its op reads its values, and is not linear in them"
+_RECOMPUTED = "recomputed by the backward from the attention's other saved tensors"
 
 
 class SavedTensors:
@@ -52,25 +58,10 @@ class SavedTensors:
     After each op, `collect` visits the nodes that autograd has made for the op. For the saved
     tensors that the known-op table lists and a rule matches, `collect` registers hooks on the node:
     the graph then has a `Handle`. Other saved tensors are unchanged.
-
-    `derive_outputs`: a norm's output is recomputed from the norm's own payload. `derive_smooth`:
-    outputs of SiLU and GELU are, from 4 bits or more. `derive_products`: products and dropped
-    outputs are, too.
     """
 
-    def __init__(
-        self,
-        choose: Choose,
-        min_elements: int,
-        seed: int,
-        *,
-        derive_outputs: bool = True,
-        derive_smooth: bool = False,
-        derive_products: bool = False,
-    ) -> None:
-        self.choose, self.min_elements, self.seed = choose, min_elements, seed
-        self.derive_outputs, self.derive_smooth = derive_outputs, derive_smooth
-        self.derive_products = derive_products
+    def __init__(self, choose: Choose, options: Options, seed: int) -> None:
+        self.choose, self.options, self.seed = choose, options, seed
         self.step = 0
         """Forward passes so far."""
         self.draws: Mapping[str, int] = {}
@@ -87,9 +78,13 @@ class SavedTensors:
         self._reset()
 
     def _reset(self) -> None:
-        self.store = Store()
+        self.store: dict[int, Storage] = {}
+        """Storages of this forward, by their numbers."""
         self.derived = DerivedOutputs(self.store)
-        self._formulas = FORMULAS if self.derive_products else SMOOTH if self.derive_smooth else {}
+        derives = self.options
+        self._formulas = (
+            FORMULAS if derives.derive_products else SMOOTH if derives.derive_smooth else {}
+        )
         self.readers = Readers()
         self.bool_mask = False
         """Whether the op that runs now was given an attention mask of bools."""
@@ -99,8 +94,6 @@ class SavedTensors:
         """Whether a gradient of what has run may be approximate."""
         self._fused: FusedAttention | None = None
         """The fused attention whose node is visited now, if it is one."""
-        self._is_square = False
-        """Whether the node that is visited now multiplies equal tensors."""
         self.hooked = False
         """Whether other saved-tensor hooks were active when the last op ran."""
         self.mark = 0
@@ -110,7 +103,8 @@ class SavedTensors:
         self._calls: dict[Site, int] = {}
         self.records: Records | None = None
         """Of this forward, where it is recorded."""
-        self._parameters: set[int] = set()
+        self.parameters: set[int] = set()
+        """Storages of parameters and buffers."""
         self._inputs: set[int] = set()
 
     def __getstate__(self) -> dict[str, object]:
@@ -121,12 +115,7 @@ class SavedTensors:
         self._reset()
 
     def begin(
-        self,
-        own: Sequence[Tensor],
-        inputs: Sequence[Tensor],
-        *,
-        record: bool,
-        given: Sequence[Tensor] = (),
+        self, own: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], record: bool
     ) -> None:
         """Start a forward pass.
 
@@ -136,10 +125,10 @@ class SavedTensors:
         self._reset()
         if self.checks is not None and not self.checks.begin():
             self.checks = None
-        self._parameters = {storage_id(x) for x in own}
+        self.parameters = {storage_id(x) for x in own}
         for x in inputs:
             if not foreign(x):
-                self.store.of(x, storage_id(x)).is_kept = True
+                storage_of(self.store, x, storage_id(x)).is_kept = True
         self._inputs = {storage_id(x) for x in inputs}
         self.records = Records(self._inputs) if record else None
         self.saw_hooks = False
@@ -153,7 +142,8 @@ class SavedTensors:
         The ops of another thread, which are not visited, may have read or written to any tensor.
         """
         self.readers.keep_all()
-        self.store.expose_all()
+        for storage in self.store.values():
+            storage.epoch += 1
 
     def end(self, output: Sequence[Tensor] = ()) -> list[Record] | None:
         """End a forward pass; payloads live on in the graph, and only there.
@@ -206,7 +196,7 @@ class SavedTensors:
             if hooked:
                 self.skip()
             return
-        new = node_tensors.nodes_since(self.mark, results, self._first, self._given, self._distrust)
+        new = nodes_since(self.mark, results, self._first, self._given, self._distrust)
         for node in new:
             if waiting:
                 self.readers.visit(node)
@@ -224,49 +214,38 @@ class SavedTensors:
         kind = type(node)
         row = known_ops.KNOWN.get(kind)
         if row is None:
-            saves = self.records is not None or node_tensors.saved_names(kind)
+            saves = self.records is not None or saved_names(kind)
             if saves and kind not in known_ops.OWN:
                 self._keep_unknown(node, function, module)
             return
         # Read before hooks are on the node: what is read later is decompressed.
-        tensors = dict(node_tensors.tensors_of(node, node_tensors.saved_names(kind)))
-        op, seen = row.op(node, function), set[str]()
-        self._is_square = kind in known_ops.MULTIPLIES and is_square(node, tensors)
-        kernel = KERNELS.get(kind)
-        if kernel is not None and self.attention:
-            op = self.attention
-        self._fused = None if kernel is None else self._attention(node, kernel, tensors, module)
+        tensors = dict(tensors_of(node, saved_names(kind)))
+        op, kernel, self._fused = row.op(node, function), KERNELS.get(kind), None
+        squares = kind in known_ops.MULTIPLIES and is_square(node, tensors)
+        if kernel is not None:
+            op, self._fused = self.attention or op, FusedAttention(node, kernel, tensors)
+            if self.checks is not None:
+                self.checks.attention(self._fused, tensors, module, op)
         attends = self._fused is not None or self.attention
         for saved in row.tensors:
-            if saved.attribute in seen or (saved.allows is not None and not saved.allows(node)):
-                continue
-            seen.add(saved.attribute)
-            x = tensors.pop(saved.attribute, None)
+            allowed = saved.allows is None or saved.allows(node)
+            x = tensors.pop(saved.attribute, None) if allowed else None
             if x is not None:
                 site = Site(module, *known_ops.named(op, saved.role, function, self.attention))
                 if not (attends and self._save_of_attention(node, saved.attribute, site, x)):
-                    self._save(node, saved, site, x)
+                    readers = known_ops.SQUARE_READERS if squares else saved.readers
+                    self._save(node, saved, site, x, readers)
         for name, x in tensors.items():  # statistics, for example
             site = Site(module, op, "input3" if name in known_ops.MASKS else name)
             if not (attends and self._save_of_attention(node, name, site, x)):
-                self._keep(x, site, NOT_IN_TABLE, node, name)
-        self._fused = None
-
-    def _attention(
-        self, node: Any, kernel: Kernel, tensors: Mapping[str, Tensor], module: str
-    ) -> FusedAttention:
-        """Return the fused attention of a node, whose results are compared if checks are on."""
-        fused = FusedAttention(node, kernel, tensors)
-        if self.checks is not None:
-            for name, found in fused.results().items():  # of the exact inputs, so far
-                self.checks.compare(found, tensors[name], Site(module, self.attention, name), None)
-        return fused
+                self.keep(x, site, _NOT_IN_TABLE, node, name)
+        self._fused = None  # of saves that waited, too
 
     def _save_of_attention(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
         """Save a mask in bits, or leave a result of attention to be recomputed."""
         if self._fused is not None and self._fused.recomputes(name, x):
-            _hook(node, name, self._fused, partial(FusedAttention.read, attribute=name))
-            self._record(x, site, 0, "", RECOMPUTED, self._fused)
+            hook(node, name, self._fused, partial(FusedAttention.read, attribute=name))
+            self.record(x, site, 0, "", _RECOMPUTED, self._fused)
             return True
         return bool(self.attention) and self._save_mask(node, name, site, x)
 
@@ -276,80 +255,90 @@ class SavedTensors:
         factor = name == "other" and type(node) in known_ops.MULTIPLIES and x.is_cpu
         if not (bias or factor) or x.requires_grad or foreign(x):
             return False
-        storage, chosen = self.store.get(storage_id(x)), self.choose(site)
-        kept = x.numel() < max(1, self.min_elements) or (storage is not None and storage.is_kept)
+        chosen, kept = self.choose(site), not x.numel() or self.is_small(x) or self.is_kept(x)
         if kept or isinstance(chosen, Keep) or chosen.is_identity:
             return False
         mask = MaskBias(x)
-        if not bias and not mask.equals(x):  # a factor may have other numbers
-            return False
+        if not bias and not mask.equals(x):
+            return False  # a factor may have other numbers
         self._register(node, name, mask, x, site)
-        self._record(x, site, mask.nbytes, "Mask()", "", mask)
+        self.record(x, site, mask.nbytes, "Mask()", "", mask)
         return True
 
     def _keep_unknown(self, node: Any, function: Any, module: str) -> None:
         """Keep what an op saves that the table does not know."""
-        names = node_tensors.saved_names(type(node))
+        names = saved_names(type(node))
         if not names:
-            opaque = type(node) not in known_ops.ALL and not node_tensors.is_function(type(node))
+            opaque = type(node) not in known_ops.ALL and not is_function(type(node))
             if opaque and self.records is not None:
-                self.records.note(Site(module, "*", "*"), f"{OPAQUE}: {node.name()}")
+                self.records.note(
+                    Site(module, "*", "*"),
+                    f"saved by a node without attributes: {node.name()}",
+                )
             return
         name = str(getattr(function, "__name__", node.name())).strip("_")
         why = f"{UNKNOWN_OP} {node.name()}"
-        if names is node_tensors.FUNCTION:
+        if names is FUNCTION:
             name, why = "autograd.Function", CUSTOM_FUNCTION
         if type(node) is known_ops.CHECKPOINT:
             name, why = RECOMPUTE, CHECKPOINT_INPUT.reason
-        for attribute, x in node_tensors.tensors_of(node, names):
+        for attribute, x in tensors_of(node, names):
             site = Site(module, name, "saved")
             exact = self._exact(x) if self.lossless is not None and attribute else None
             if exact is None:
-                self._keep(x, site, why, node, attribute)
+                self.keep(x, site, why, node, attribute)
             else:
                 self._compress(node, SavedBy(attribute, "saved", LOSSLESS), site, x, exact)
 
     def _exact(self, x: Tensor, *, claimed: bool = False) -> Compressor | None:
-        """A compressor that keeps a tensor bit for bit; None where there is none for it."""
-        if self.lossless is None or not x.is_floating_point() or foreign(x):
+        """Return a compressor that keeps a tensor bit for bit, if there is one for it."""
+        if self.lossless is None or not x.is_floating_point() or foreign(x) or self.is_kept(x):
             return None
-        storage = self.store.get(storage_id(x))
-        kept = storage is not None and storage.is_kept
-        if kept or x.numel() < self.min_elements or memory_of(x)[1] is None or is_parameter(x):
+        if self.is_small(x) or memory_of(x)[1] is None or is_parameter(x):
             return None
         return self.lossless(x, claimed)
 
-    def _record(self, x: Tensor, site: Site, planned: int, name: str, *others: Any) -> None:
+    def is_small(self, x: Tensor) -> bool:
+        """Return whether a tensor has fewer elements than are compressed."""
+        return x.numel() < self.options.min_elements
+
+    def is_kept(self, x: Tensor) -> bool:
+        """Return whether the storage of a tensor is kept, so that a payload would add bytes."""
+        storage = self.store.get(storage_id(x))
+        return storage is not None and storage.is_kept
+
+    def is_weight(self, x: Tensor) -> bool:
+        """Return whether a tensor is a parameter or a buffer, or made of parameters alone."""
+        return storage_id(x) in self.parameters or is_parameter(x)
+
+    def record(self, x: Tensor, site: Site, planned: int, name: str, *others: Any) -> None:
+        """Record a save, if this forward is recorded."""
         if self.records is not None:
             self.records.add(x, site, planned, name, *others)
 
-    def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor) -> None:
+    def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor, readers: Any) -> None:
         """Compress, keep or defer one saved tensor of a known op."""
-        number = storage_id(x)
+        number, why = storage_id(x), ""
         if number < 0 or foreign(x):
-            if self.records is not None:
-                self.records.note(site, f"{foreign(x)}; its bytes are not counted", x)
+            why = foreign(x)
+        elif number not in self._inputs and (number in self.parameters or is_parameter(x)):
+            why = _WEIGHT
+        elif (known := self.store.get(number)) is not None and known.is_kept:
+            why = OWN_INPUT if number in self._inputs else _ALIVE
+        if why:
+            self.keep(x, site, why, node, saved.attribute)
             return
-        if number not in self._inputs and (number in self._parameters or is_parameter(x)):
-            self._keep(x, site, WEIGHT, node, saved.attribute)
-            return
-        known = self.store.get(number)
-        if known is not None and known.is_kept:
-            reason = OWN_INPUT if number in self._inputs else ALIVE
-            self._keep(x, site, reason, node, saved.attribute)
-            return
-        chosen = decide(self.choose, self.min_elements, site, saved, node, x)
+        chosen = decide(self.choose, self.options.min_elements, site, saved, node, x)
         if saved.reason == SHAPE and not isinstance(chosen, Keep):
             handle = Kept(x, None)
             self._register(node, saved.attribute, handle, x, site)
-            self._record(x, site, 0, "", NOT_READ, handle)
+            self.record(x, site, 0, "", "its shape only is read", handle)
             return
         exact = self._exact(x, claimed=chosen != NO_RULE)
         chosen = exact or chosen
         if isinstance(chosen, Keep) or chosen.is_identity:
-            self._keep(x, site, chosen, node, saved.attribute)
+            self.keep(x, site, chosen, node, saved.attribute)
             return
-        readers = known_ops.SQUARE_READERS if self._is_square else saved.readers
         if readers is None or exact is not None:
             self._compress(node, saved, site, x, chosen)
             return
@@ -360,40 +349,42 @@ class SavedTensors:
             if compress and x._version == version:  # else the backward raises
                 self._compress(node, saved, site, x, chosen)
             else:
-                self._keep(x, site, UNKNOWN_READER, node, saved.attribute)
+                self.keep(x, site, UNKNOWN_READER, node, saved.attribute)
 
-        self.readers.add(node, x, self.store.of(x, number), readers, save)
+        self.readers.add(node, x, storage_of(self.store, x, number), readers, save)
 
     def _compress(
         self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor
     ) -> None:
-        derives = self.derive_outputs and saved.reason == LINEAR
+        derives = self.options.derive_outputs and saved.reason == LINEAR
         source = self.derived.find(x, node) if derives else None
         if source is not None:
             self._register(node, saved.attribute, source, x, site, chosen)
-            self._record(x, site, source.nbytes, "derived", DERIVED, source, source.op)
+            self.record(x, site, source.nbytes, "derived", _DERIVED, source, source.op)
             if type(node) in self._formulas:
                 self.derived.part(node, saved.attribute, source, site.op)
             return
-        handle = self._handle(x, site, chosen, node)
+        handle = self.compress(x, site, chosen, node)
         if handle is None:
-            self._keep(x, site, "its payload would be no smaller", node, saved.attribute)
+            self.keep(x, site, "its payload would be no smaller", node, saved.attribute)
             return
         self._register(node, saved.attribute, handle, x, site, chosen)
-        is_fine = self.derive_products or 8 * handle.entry.nbytes >= FINE * x.numel()
+        is_fine = self.options.derive_products or 8 * handle.entry.nbytes >= FINE * x.numel()
         if is_fine and type(node) in self._formulas:
             self.derived.part(node, saved.attribute, handle, site.op)
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node, handle.entry)
 
-    def _handle(self, x: Tensor, site: Site, chosen: Compressor, node: Any = None) -> Handle | None:
+    def compress(
+        self, x: Tensor, site: Site, chosen: Compressor, node: Any = None
+    ) -> Handle | None:
         """Compress a tensor; None where a payload would be no smaller."""
         self.is_lossy = self.is_lossy or not chosen.lossless
-        storage = self.store.of(x, storage_id(x))
+        storage = storage_of(self.store, x, storage_id(x))
         handle, is_new = make_handle(storage, x, chosen, lambda: self.key(site), node)
         if handle is not None and self.records is not None:
             planned, note = (handle.entry.nbytes, "") if is_new else (0, SHARED)
-            self._record(x, site, planned, repr(chosen), note, handle)
+            self.record(x, site, planned, repr(chosen), note, handle)
         return handle
 
     def _register(
@@ -408,11 +399,11 @@ class SavedTensors:
         if self.checks is not None:
             handle = self.checks.around(handle, x, site, compressor)
         if self._fused is not None and self._fused.add(attribute, handle, compressor):
-            _hook(node, attribute, self._fused, partial(FusedAttention.read, attribute=attribute))
+            hook(node, attribute, self._fused, partial(FusedAttention.read, attribute=attribute))
         else:
-            _hook(node, attribute, handle)
+            hook(node, attribute, handle)
 
-    def _keep(
+    def keep(
         self,
         x: Tensor,
         site: Site,
@@ -435,12 +426,12 @@ class SavedTensors:
             # The graph then holds a tensor of its own, and not the user's.
             self._register(node, attribute, Kept(x, x.detach()), x, site)
         base = x if x._base is None else x._base
-        if number in self._parameters or (chosen == WEIGHT and base.is_leaf):
+        if number in self.parameters or (chosen == _WEIGHT and base.is_leaf):
             return  # no bytes of the forward's
-        storage, copy, planned = self.store.of(x, number), None, 0
+        storage, copy, planned = storage_of(self.store, x, number), None, 0
         if not storage.is_kept:
-            planned, small = x.untyped_storage().nbytes(), x.numel() < self.min_elements
-            if attribute and small and planned > 2 * x.nbytes:
+            planned = x.untyped_storage().nbytes()
+            if attribute and self.is_small(x) and planned > 2 * x.nbytes:
                 copy, planned = Kept(x, x.detach().clone()), x.nbytes
                 self._register(node, attribute, copy, x, site)
             else:
@@ -450,76 +441,6 @@ class SavedTensors:
             name = "" if reason else repr(chosen)
             self.records.add(x, site, planned, name, reason, copy)
 
-    def replaced(self, site: Site, x: Tensor, result: Any) -> None:
-        """Note an op that saved payloads itself."""
-        y = result if isinstance(result, Tensor) else result[0]
-        node: Any = y.grad_fn
-        above: list[Any] = []  # views and casts
-        while node is not None and type(node) not in known_ops.OWN:
-            above.append(node)
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is None or node._sequence_nr() < self.mark:  # of an earlier op
-            return
-        if self.readers.results:
-            carries, bounded = site.op == "dropout", site.op == "cross_entropy"
-            self.readers.visit(node, carries=carries, bounded=bounded)
-            for one in reversed(above):
-                self.readers.visit(one, carries=True)
-        self.readers.seen((y,))
-        self.is_lossy = self.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
-        if self.derive_outputs and isinstance(result, Tensor):
-            self.derived.add(y, site.op)
-            if self.derive_products and site.op == "dropout":
-                self.derived.add_dropped(y, x)
-        if self.watch is not None:
-            self.watch.saved(site, x.detach(), node)
-        for part in node.saved_tensors if self.records is not None else ():
-            if part is None or storage_id(part) in self._parameters or is_parameter(part):
-                continue
-            self._record(part, site, part.untyped_storage().nbytes(), "payload")
-        self.skip()
 
-    def stash(self, site: Site, x: Tensor, chosen: Compressor | Keep) -> Any:
-        """Return the handle of a tensor that no op saves; None where it is kept."""
-        if foreign(x):
-            return None
-        if isinstance(chosen, Compressor):
-            chosen = fit(chosen, LINEAR, x.dtype, None)
-        small = x.numel() < self.min_elements or memory_of(x)[1] is None
-        kept = small or self.store.of(x, storage_id(x)).is_kept or is_parameter(x)
-        if isinstance(chosen, Keep) or kept or not (handle := self._handle(x, site, chosen, None)):
-            self._keep(x, site, CHECKPOINT_INPUT.reason)
-            return None
-        return handle if self.checks is None else self.checks.around(handle, x, site, chosen)
-
-    def expose(self, x: Tensor) -> None:
-        """Keep a tensor whose memory was exposed: later writes may bypass the version counter."""
-        if not foreign(x) and (number := storage_id(x)) not in self._parameters:
-            self.store.of(x, number).keep(x.detach())
-
-    def wrote(self, x: Tensor) -> None:
-        """Invalidate cached payloads of a storage whose address was read, and may be written."""
-        if not foreign(x) and (storage := self.store.get(storage_id(x))) is not None:
-            storage.epoch += 1
-            if type(x) is not FakeTensor:
-                x.untyped_storage().data_ptr()  # removes the mark of `mark_unwritten`
-
-
-_STATE = ["choose", "min_elements", "seed", "derive_outputs", "derive_smooth", "derive_products"]
-_STATE += ["step", "draws", "watch", "lossless"]
+_STATE = ("choose", "options", "seed", "step", "draws", "watch", "lossless")
 _PYTHON = (torch.float64, torch.int64, torch.bool, torch.complex128)
-
-
-def _unpack(handle: Any) -> Tensor:
-    return handle.unpack()
-
-
-def _hook(
-    node: Any, attribute: str, handle: Any, unpack: Callable[[Any], Tensor] = _unpack
-) -> None:
-    try:
-        node_tensors.register_hooks(node, attribute, lambda _: handle, unpack)
-    except RuntimeError as error:
-        if "hooks have already been set" not in str(error):
-            raise
-        # Hooks of someone else that no mode has seen: they stay.

@@ -34,7 +34,7 @@ class Site(NamedTuple):
 
     @property
     def name(self) -> str:
-        """As shown, and as written in plans.
+        """Return the name in plans.
 
         Example:
             >>> Site("h.3.mlp.act", "gelu", "input").name
@@ -44,12 +44,7 @@ class Site(NamedTuple):
 
     @classmethod
     def parse(cls, name: str) -> "Site":
-        """The site of a name.
-
-        Example:
-            >>> Site.parse("(root) / gelu / input")
-            Site(module='', op='gelu', tensor='input')
-        """
+        """Return the site of a name."""
         parts = name.split(" / ")
         if len(parts) != 3:
             raise ValueError(f"site {name!r}; allowed: module / op / tensor")
@@ -71,7 +66,7 @@ class Record(NamedTuple):
 
 
 def tensors_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Tensor, ...]:
-    """The tensors among a function's arguments, one level of lists included."""
+    """Return the tensors among a function's arguments and in lists of them."""
     found: list[Tensor] = []
     for value in (*args, *kwargs.values()):
         if isinstance(value, Tensor):

@@ -46,7 +46,7 @@ class Entry:
 
     @property
     def is_current(self) -> bool:
-        """Whether the memory has not been written to since, as far as the version shows."""
+        """Return whether the memory has not been written to since, as far as the version shows."""
         return self.counter._version == self.version
 
     def keep(self, x: Tensor) -> None:
@@ -77,9 +77,8 @@ class Handle:
     def unpack(self) -> Tensor:
         """Return the tensor for the backward.
 
-        Raises:
-            RuntimeError: If the tensor was modified in place since it was saved. The payload would
-                give the old values, but PyTorch refuses, and so does memtrain.
+        It raises if the tensor was modified in place: the payload would give the old values, but
+        PyTorch refuses, and so does memtrain.
         """
         self.entry.check()
         if torch.is_grad_enabled():  # a backward that is differentiated again
@@ -134,27 +133,12 @@ class Storage:
                 yield entry
 
 
-class Store:
-    """Cache of payloads for one forward, keyed by storage."""
-
-    def __init__(self) -> None:
-        self._storages: dict[int, Storage] = {}
-
-    def get(self, number: int) -> Storage | None:
-        """Return the `Storage` with this number (`storage_id`), or None."""
-        return self._storages.get(number)
-
-    def of(self, x: Tensor, number: int) -> Storage:
-        """Return the `Storage` of `x`; create it if it does not exist."""
-        known = self._storages.get(number)
-        if known is None:
-            known = self._storages[number] = Storage(x)
-        return known
-
-    def expose_all(self) -> None:
-        """Invalidate the cached payloads of every storage."""
-        for storage in self._storages.values():
-            storage.epoch += 1
+def storage_of(store: dict[int, Storage], x: Tensor, number: int) -> Storage:
+    """Return the `Storage` of a tensor, by its number (`storage_id`); create it if needed."""
+    known = store.get(number)
+    if known is None:
+        known = store[number] = Storage(x)
+    return known
 
 
 def tensor_of(packed: Packed, compressor: Compressor, layout: Layout | None) -> Tensor:

@@ -15,7 +15,7 @@ class CallArguments(NamedTuple):
 
 
 def call_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """A batch as positional and keyword arguments of the model.
+    """Return a batch as positional and keyword arguments of the model.
 
     Example:
         >>> call_arguments({"input_ids": 1}), call_arguments((1, 2)), call_arguments(1)

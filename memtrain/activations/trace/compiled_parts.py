@@ -26,12 +26,6 @@ def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
     Returns the model inside of what `torch.compile` made of it, and the paths in it of compiled
     modules, with their backends. A backend whose graphs cannot be read is a ValueError.
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        >>> model[0].compile()
-        >>> list(compiled_parts(model)[1])
-        ['0']
     """
     found: dict[str, Any] = {}
     inside = inside_compiled(model)
@@ -134,7 +128,7 @@ def _copied(function: types.FunctionType) -> types.FunctionType:
 
 
 def _inductor_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """The backend `inductor`, up to where it generates code."""
+    """Return the backend `inductor`, up to where it generates code."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(graph, inputs, inner_compile=_op_by_op)  # pyright: ignore[reportArgumentType]
@@ -142,7 +136,17 @@ def _inductor_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
 
 def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
     """A function that runs a graph's nodes one by one, freeing each value behind its last use."""
-    interpreter = _Nodes(graph)
+    interpreter = fx.Interpreter(graph)
+    run_node = interpreter.run_node
+
+    def run_known_node(node: fx.Node) -> Any:
+        _running.append(_place(node))
+        try:
+            return run_node(node)
+        finally:
+            _running.pop()
+
+    vars(interpreter)["run_node"] = run_known_node
 
     def run(args: list[Any]) -> Any:
         try:
@@ -152,15 +156,6 @@ def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
-
-
-class _Nodes(fx.Interpreter):
-    def run_node(self, n: fx.Node) -> Any:
-        _running.append(_place(n))
-        try:
-            return super().run_node(n)
-        finally:
-            _running.pop()
 
 
 def _place(node: fx.Node) -> str:

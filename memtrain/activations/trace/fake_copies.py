@@ -31,9 +31,6 @@ def fake_copies(
 
     A model may be fake already. States that the optimizer has are copied as fake ones.
 
-    Raises:
-        TypeError: For a model with an attribute that cannot be copied.
-
     Example:
         >>> with fake_copies(nn.Linear(2, 2), None, torch.ones(1, 2)) as (model, _, batch):
         ...     print(model(batch).shape, type(model.weight).__name__)
@@ -181,7 +178,7 @@ def _beside(value: Any) -> Iterator[Tensor]:
 
 
 def _fake(x: Tensor) -> Tensor:
-    """A fake tensor like `x`, on the CPU: fake CUDA tensors need a CUDA build of torch."""
+    """Return a fake tensor like `x`, on the CPU: fake CUDA tensors need a CUDA build of torch."""
     fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
     if isinstance(x, nn.Parameter):
         return nn.Parameter(fake, x.requires_grad)

@@ -9,14 +9,13 @@ from torch import Tensor, nn
 
 from memtrain.activations.intercept.compiler_internals import PLAIN, run_untraced
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.saved.fit import Choose
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.site import Record
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.compiled_parts import compile_parts, compiled_parts
 from memtrain.activations.trace.fake_copies import fake_copies
-from memtrain.activations.trace.fake_results import RealResults
-from memtrain.activations.trace.grouped_mm import known_to_fake_tensors
+from memtrain.activations.trace.fake_results import RealResults, known_to_fake_tensors
 from memtrain.kernels.dispatch import simulating
 from memtrain.optim.wrappers import dtypes
 
@@ -42,12 +41,6 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
     float32 inputs are cast with them. If `plain`, compiled graphs save what they do without
     memtrain. `observe` is entered around the forward, with the copy that runs. Records are in the
     order of the forward.
-
-    Raises:
-        ValueError: If `fully_shard` was called on the model: its hooks would keep the fake tensors.
-
-    Memory:
-        That of the records: no tensor is allocated.
 
     Example:
         >>> from memtrain.compressors import Identity

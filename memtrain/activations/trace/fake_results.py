@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, _meta_registrations
+from torch._subclasses.fake_impls import op_implementations_dict
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.activations.trace.rnn_workspace import rnn_workspace_nbytes
@@ -29,16 +30,7 @@ _NORMS = {
 
 
 class RealResults(TorchDispatchMode):
-    """Gives fake results the sizes and dtypes that they have on real tensors: see `as_real`.
-
-    Example:
-        >>> from torch._subclasses import FakeTensorMode
-        >>> with FakeTensorMode(), RealResults():
-        ...     x, weight = torch.ones(2, 8, dtype=torch.bfloat16), torch.ones(8)
-        ...     _, mean, _ = torch.native_layer_norm(x, [8], weight, None, 1e-5)
-        >>> mean.dtype
-        torch.float32
-    """
+    """Gives fake results the sizes and dtypes that they have on real tensors: see `as_real`."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op."""
@@ -75,3 +67,29 @@ def _is_mixed(x: Tensor, parameters: Sequence[Tensor | None]) -> bool:
     """As torch's `is_mixed_type`: whether the first of the parameters has another dtype."""
     first = next((p for p in parameters if p is not None), x)
     return first.dtype != x.dtype
+
+
+def known_to_fake_tensors() -> None:
+    """Let fake tensors run the grouped products that torch runs on data; its form wants bfloat16.
+
+    How large a product's result is depends on shapes alone: groups are rows that lie one after
+    another, whatever their sizes. Where this torch names its own rule otherwise, nothing is done:
+    float32 is then refused by fake tensors, as before.
+    """
+    rule = getattr(_meta_registrations, "_create_grouped_mm_output_tensor", None)
+    if rule is None:
+        return
+
+    def grouped_mm(
+        mode: Any,
+        func: Any,
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor | None = None,
+        bias: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        with mode:  # else the result would be a real tensor, of no values
+            return rule(a, b, offs, out_dtype)
+
+    op_implementations_dict.setdefault(torch.ops.aten._grouped_mm.default, grouped_mm)

@@ -6,15 +6,7 @@ from memtrain.activations.saved.site import Site
 
 
 class DisjointSets:
-    """Disjoint sets of sites, each represented by its earliest (union-find).
-
-    Example:
-        >>> sites = [Site("", op, "input") for op in ("relu", "linear", "gelu")]
-        >>> disjoint = DisjointSets(sites)
-        >>> disjoint.union(sites[:2])
-        >>> [len(own) for own in disjoint.sets().values()]
-        [2, 1]
-    """
+    """Disjoint sets of sites, each represented by its earliest (union-find)."""
 
     def __init__(self, sites: Iterable[Site] = ()) -> None:
         self._parent: dict[Site, Site] = {}
@@ -28,7 +20,7 @@ class DisjointSets:
         self._parent.setdefault(site, site)
 
     def find(self, site: Site) -> Site:
-        """The earliest site of its set."""
+        """Return the earliest site of its set."""
         while self._parent[site] != site:
             self._parent[site] = self._parent[self._parent[site]]
             site = self._parent[site]

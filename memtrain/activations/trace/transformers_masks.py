@@ -28,10 +28,6 @@ def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
     If an `attention_mask` with data has padding, transformers is left as it is: a real run builds
     that mask too.
-
-    Example:
-        >>> with one_sequence_per_row({}):
-        ...     pass
     """
     module: Any = sys.modules.get(_MODULE)
     changes: dict[str, Callable[..., Any]] = {_PACKED: _unpacked(getattr(module, _PACKED, None))}
@@ -48,7 +44,7 @@ def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _padded(name: str, value: Any) -> bool:
-    """Whether this is a mask of tokens, with data, that leaves some out."""
+    """Return whether this is a mask of tokens, with data, that leaves some out."""
     if not name.endswith("attention_mask") or not isinstance(value, Tensor):
         return False
     if isinstance(value, FakeTensor) or value.is_meta:
@@ -58,7 +54,7 @@ def _padded(name: str, value: Any) -> bool:
 
 
 def _unpacked(original: Any) -> Callable[..., Any]:
-    """The original function, that finds one sequence a row."""
+    """Return the original function, that finds one sequence a row."""
 
     def find(position_ids: Tensor) -> Any:
         return original(position_ids) if torch.compiler.is_compiling() else None

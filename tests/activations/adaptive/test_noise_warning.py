@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.adaptive.noise_warning import noise_warning
+from memtrain.activations.adaptive.replay import noise_warning
 
 
 def dense():

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.options import Options
 from memtrain.audit.live_storages import LiveStorages
 from memtrain.compressors import DerivativeCode, Group, Identity
 

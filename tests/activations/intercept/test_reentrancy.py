@@ -14,9 +14,8 @@ from torch.utils.checkpoint import checkpoint
 
 import memtrain
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.options import Options
 from memtrain.activations.intercept.reentrancy import suspend_others
-from memtrain.activations.saved import node_tensors
+from memtrain.activations.saved.options import Options
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group
 from tests.activations.intercept.intercepted import identity, intercept, lossy, stack_is_clean
@@ -434,7 +433,7 @@ def test_an_error_of_hooks_is_not_hidden(monkeypatch):
     def fail(*args):
         raise RuntimeError("freed")
 
-    monkeypatch.setattr(node_tensors, "register_hooks", fail)
+    monkeypatch.setattr(torch._C._autograd.SavedTensor, "register_hooks", fail)
     model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
     model, _ = memtrain.wrap(model, None, "activations_only")
     with pytest.raises(RuntimeError, match="freed"):

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.intercept.options import Options
+from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.store import Entry
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.audit.live_storages import saved_nbytes
