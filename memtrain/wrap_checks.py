@@ -20,10 +20,6 @@ from memtrain.wrapped import ATTRIBUTE, is_wrapped_with, wrapped_of
 def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
     """Raise for models and optimizers that `wrap` does not accept.
 
-    Args:
-        model: The model; of a compiled one, the module inside.
-        optimizers: All optimizers of the model.
-
     Raises:
         TypeError: For an argument of another type.
         ValueError: If model and optimizers do not belong together, or are wrapped already.
@@ -92,10 +88,6 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 
 def check_requests(optimizers: Sequence[Optimizer], plan: Plan) -> None:
     """Raise for a plan that the optimizers do not support.
-
-    Args:
-        optimizers: All optimizers of the model.
-        plan: The plan.
 
     Raises:
         ValueError: For a plan that changes more than these optimizers allow.

@@ -1,4 +1,4 @@
-"""Bytes that torch allocates, asked of its allocators: compiled code calls no op that is seen."""
+"""Bytes that torch's allocators report, also for compiled code."""
 
 from collections.abc import Iterable
 from typing import Any, Self
@@ -12,18 +12,12 @@ from memtrain.audit.live_storages import storage_nbytes
 
 
 class Allocations:
-    """Counts what is allocated and freed inside a `with` block, temporaries of compiled code too.
+    """Counts allocations and releases inside a `with` block, also temporaries of compiled code.
 
-    It answers what `LiveStorages` does, but needs no mode, which would make Dynamo run code as it
-    is. On a CPU it counts what the thread that entered the block asks of torch's allocator, by
-    torch's profiler of ops, which does not see that older blocks are freed; on CUDA what all do, as
-    the caching allocator rounds it.
-
-    Args:
-        device: Where.
-
-    Raises:
-        RuntimeError: When the block is entered, if the profiler runs already.
+    Unlike `LiveStorages`, it needs no dispatch mode, which would disable Dynamo. On a CPU it reads
+    torch's profiler of ops for the thread that entered the block; the release of older blocks is
+    not seen. On CUDA it reads the caching allocator, with its rounding, for all threads. Entering
+    the block raises RuntimeError if the profiler is already running.
 
     Example:
         >>> with Allocations(torch.device("cpu")) as live:
@@ -40,7 +34,7 @@ class Allocations:
         self._inside = False
 
     def __enter__(self) -> Self:
-        """Begin to count."""
+        """Start counting."""
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
             self._start = torch.cuda.memory_allocated(self.device)
@@ -50,20 +44,20 @@ class Allocations:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Count no more."""
+        """Stop counting."""
         self._read()
         self._inside = False
         if self.device.type != "cuda":
             _stop()
 
     def adopt(self, tensors: Iterable[Tensor]) -> None:
-        """Count these older tensors too; shared storages count once."""
+        """Also count these older tensors; a shared storage counts once."""
         nbytes = storage_nbytes(tensors)
         self._now, self._most = self._now + nbytes, self._most + nbytes
         self._start -= nbytes
 
     def nbytes(self, exclude: Iterable[Tensor] = ()) -> int:
-        """Bytes alive now, or when the block ended, without the storages of `exclude`."""
+        """Return the live bytes, now or at the block's end, without the storages of `exclude`."""
         self._read()
         return self._now - storage_nbytes(exclude)
 
@@ -74,18 +68,18 @@ class Allocations:
         return self._most
 
     def restart(self, nbytes: int | None = None) -> tuple[int, str]:
-        """Return the most bytes alive at once, with the op that ran then, and begin anew.
+        """Return the most live bytes, with the op that ran then, and reset both.
 
-        On a CPU `nbytes` sets what is alive now, where older tensors may have been freed.
+        On a CPU `nbytes` sets the live bytes, since older tensors may have been freed.
         """
         self._read()
-        found = self._most, self._op
+        highest = self._most, self._op
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         elif nbytes is not None:
             self._now = nbytes
         self._most, self._op = self._now, ""
-        return found
+        return highest
 
     def _read(self) -> None:
         if not self._inside:
@@ -101,7 +95,7 @@ class Allocations:
         _start()
 
 
-# torch.profiler records the same, but with a trace entry for each, and prints lines of its own
+# torch.profiler makes a trace entry for each event and prints lines.
 
 
 def _start() -> None:
@@ -111,7 +105,7 @@ def _start() -> None:
 
 
 def _stop() -> list[tuple[str, int]]:
-    """Outermost op and bytes of each allocation since `_start`; freed ones are negative."""
+    """Return outermost op and bytes of each allocation since `_start`; releases are negative."""
     threads: Any = torch.autograd._disable_profiler_legacy()
     found: list[tuple[str, int]] = []
     for events in threads:

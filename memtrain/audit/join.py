@@ -1,4 +1,4 @@
-"""Two traces of one forward, plain and planned, as sets of sites that mean the same memory."""
+"""Join two traces of one forward, baseline and planned, by sites that mean the same memory."""
 
 from collections.abc import Sequence
 
@@ -7,21 +7,15 @@ from memtrain.activations.trace.site_sets import DisjointSets
 
 
 def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[dict[Site, tuple[int, int]]]:
-    """Bring two traces of one forward together; every byte of both is in exactly one set.
+    """Join two traces of one forward; every byte of both is in exactly one set of sites.
 
-    A site that both traces know is a set. Where a plan replaces ops, sites differ: the sites of
-    an op whose saved tensors differ, and the ops of a module that one trace lacks, become one
-    set. So do sites of one storage where plain PyTorch counts it at one and the plan at another:
-    ReLU's output, say, is the next convolution's input, and only the latter once ReLU keeps bits.
+    A site in both traces is a set. If a plan replaces ops, the sites of an op whose saved tensors
+    differ, and the ops of a module that one trace lacks, become one set. The same holds for the
+    sites of one storage that the traces count at different sites: a ReLU's output is the next
+    convolution's input, and counts only there if the ReLU stores bits.
 
-    Args:
-        plain: The trace in which nothing is replaced.
-        planned: The trace under the plan.
-
-    Returns:
-        The sites of each set that has bytes on either side, with these bytes, in the order of the
-        forward; first the one of most planned bytes, so that a replaced op is named as the plan
-        knows it.
+    The result maps each site of a set to its bytes in both traces, in the order of the forward. The
+    site with most planned bytes comes first. Sets without bytes are left out.
 
     Example:
         >>> before = [Record(Site("a", "gelu", "input"), (8,), "float32", 32, 32, "", "")]
@@ -48,7 +42,7 @@ def join(plain: Sequence[Record], planned: Sequence[Record]) -> list[dict[Site, 
 
 
 def _join_ops(groups: DisjointSets, left: dict[Site, int], right: dict[Site, int]) -> None:
-    """Unite the sites of an op that differ, and the ops of a module that one side lacks."""
+    """Unite the differing sites of an op, and the ops of a module that one trace lacks."""
     modules: dict[str, dict[str, list[set[Site]]]] = {}
     for side, sums in enumerate((left, right)):
         for site in sums:
@@ -66,7 +60,7 @@ def _join_ops(groups: DisjointSets, left: dict[Site, int], right: dict[Site, int
 def _join_storages(
     groups: DisjointSets, plain: Sequence[Record], left: dict[Site, int], right: dict[Site, int]
 ) -> None:
-    """Unite a group that only the plan counts with the one that plain PyTorch counts it at."""
+    """Unite a group that only the plan counts with the baseline's group of the same storage."""
     counted = {record.storage: record.site for record in plain if record.nbytes}
     sums = {
         top: (sum(left.get(site, 0) for site in sites), sum(right.get(site, 0) for site in sites))

@@ -1,4 +1,4 @@
-"""Count the bytes of live storages by watching their allocation: no formula, no hook."""
+"""Count the bytes of live storages, without formulas or hooks."""
 
 import weakref
 from collections.abc import Callable, Iterable

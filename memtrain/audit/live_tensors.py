@@ -1,4 +1,4 @@
-"""The tensors that a training run keeps alive, found in the objects themselves."""
+"""The tensors that a model and its optimizer keep alive."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
@@ -8,22 +8,20 @@ from torch import Tensor, nn
 
 
 def weight_tensors(model: nn.Module) -> list[Tensor]:
-    """Parameters and buffers."""
+    """Return parameters and buffers."""
     return [*model.parameters(), *model.buffers()]
 
 
 def gradient_tensors(model: nn.Module) -> list[Tensor]:
-    """The gradients that are there now."""
+    """Return the current gradients."""
     return [p.grad for p in model.parameters() if p.grad is not None]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Every tensor that an optimizer holds besides parameters and their gradients.
+    """Return every tensor of an optimizer, without parameters and gradients.
 
-    It looks into the optimizer's attributes, not only into `state`, so that bytes kept elsewhere
-    count too: dicts, lists, tuples, objects of memtrain, and an optimizer inside the optimizer.
-
-    Some may share storages.
+    All attributes are searched, not only `state`: dicts, lists, tuples, objects of memtrain, and
+    optimizers inside the optimizer. Tensors may share storages.
 
     Example:
         >>> from memtrain.audit.live_storages import storage_nbytes
@@ -53,12 +51,12 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
         inner = value.values()
     elif isinstance(value, list | tuple | set):
         inner = value
-    elif isinstance(value, torch.optim.Optimizer) or _is_own(value):
+    elif isinstance(value, torch.optim.Optimizer) or _is_of_memtrain(value):
         slots = [getattr(value, name, None) for name in getattr(type(value), "__slots__", ())]
         inner = [*getattr(value, "__dict__", {}).values(), *slots]
     for item in inner:
         yield from _tensors(item, seen)
 
 
-def _is_own(value: Any) -> bool:
+def _is_of_memtrain(value: Any) -> bool:
     return type(value).__module__.startswith("memtrain") and not isinstance(value, nn.Module | type)

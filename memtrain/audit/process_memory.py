@@ -1,4 +1,4 @@
-"""Pages that were freed, and that glibc keeps."""
+"""Return freed pages, which glibc's heap keeps, to the system."""
 
 import ctypes
 import sys
@@ -13,19 +13,11 @@ _LARGE = 2**20
 
 
 def hand_back_freed_pages() -> bool:
-    """Give the pages that were freed, but that glibc's heap has kept, back to the system.
+    """Return freed pages of glibc's heap to the system, in milliseconds; False without glibc.
 
-    A block above a threshold is mapped by itself, and unmapped when it is freed. glibc raises the
-    threshold to the size of each such block that is freed, up to 32 MiB: from then on tensors of
-    that size lie in the heap, and stay resident behind whatever was allocated after them. Called
-    where much has been freed; it takes milliseconds, and no tensor moves.
-
-    Returns:
-        Whether anything was handed back; False without glibc.
-
-    Example:
-        >>> hand_back_freed_pages() in (True, False)
-        True
+    glibc maps blocks above a threshold separately and unmaps freed ones. Freeing such a block
+    raises the threshold to its size, up to 32 MiB. Later tensors of that size are in the heap, and
+    stay resident when freed if a later allocation is alive.
     """
     trim = _of_glibc("malloc_trim")
     return trim is not None and bool(trim(ctypes.c_size_t(0)))
@@ -33,17 +25,10 @@ def hand_back_freed_pages() -> bool:
 
 @contextmanager
 def large_blocks_mapped() -> Iterator[None]:
-    """Let glibc map each block of a MiB and more by itself meanwhile, and unmap it when freed.
+    """Make glibc map each block of at least a MiB separately, for the whole process.
 
-    For work that frees large temporaries between small blocks that stay (see
-    `hand_back_freed_pages`), where a page fault costs little beside what is computed. It holds for
-    the process. Afterwards the threshold is 32 MiB, where glibc's own rising ends. Without glibc
-    nothing changes.
-
-    Example:
-        >>> with large_blocks_mapped():
-        ...     len(bytearray(2**20))
-        1048576
+    This helps work that frees large temporaries between small blocks that stay. Afterwards the
+    threshold is 32 MiB, glibc's largest. Without glibc nothing changes.
     """
     _map_blocks(_LARGE)
     try:
@@ -58,5 +43,5 @@ def _map_blocks(at_least: int) -> None:
 
 
 def _of_glibc(name: str) -> Any:
-    """A function of glibc's malloc; None where there is none (musl and others)."""
+    """Return a function of glibc's malloc; None without glibc."""
     return getattr(ctypes.CDLL(None), name, None) if sys.platform.startswith("linux") else None

@@ -26,9 +26,6 @@ def consoles() -> tuple[Console, Console]:
 
     Characters that the output's encoding lacks are escaped, and a closed pipe raises
     BrokenPipeError.
-
-    Returns:
-        Output at the terminal's width, 80 columns where there is none; errors unwrapped.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -49,13 +46,6 @@ def discard_output() -> None:
 @contextmanager
 def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show an activity and its duration while it runs, on a terminal only.
-
-    Args:
-        errors: The output.
-        what: The activity, such as `tracing the forward`.
-
-    Yields:
-        A function of a stage, the number of its current part and the number of its parts.
 
     Example:
         >>> with working(Console(stderr=True), "adding") as report:
@@ -91,10 +81,6 @@ def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], No
 def check_writable(path: Path, option: str) -> None:
     """Refuse an output path before any work is done.
 
-    Args:
-        path: The file to write.
-        option: The option, for the message.
-
     Raises:
         OSError: If it is a folder, or its folder is missing or not writable.
 
@@ -117,13 +103,6 @@ def check_writable(path: Path, option: str) -> None:
 @contextmanager
 def atomic_file(path: Path, option: str) -> Iterator[Path]:
     """Yield a temporary file that replaces `path` if the block succeeds.
-
-    Args:
-        path: The file; an older one survives a failure.
-        option: The option, for the message.
-
-    Yields:
-        The path to write to.
 
     Raises:
         OSError: If it cannot be written; names the path.

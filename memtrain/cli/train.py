@@ -93,12 +93,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def read_config(overrides: Sequence[str]) -> tuple["TrainConfig", dict[str, Any] | None]:
     """Read the config of a run: composed, or that of a resumed checkpoint.
 
-    Args:
-        overrides: `key=value` each; with `resume=` only `output.*` and `training.*`.
-
-    Returns:
-        The config, and the content of the checkpoint for a resumed run.
-
     Raises:
         ValueError: For an unknown key or value, or one that cannot change in a resumed run.
         TypeError: For a value of the wrong type.

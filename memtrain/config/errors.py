@@ -76,9 +76,6 @@ def explain(
 
     `options` maps a config group to the names of its files, other keys to none. `defaults` composes
     the same primary config without overrides.
-
-    Returns:
-        A ValueError for an unknown option or key, a TypeError for a value of the wrong type.
     """
     for override in overrides:
         key, _, value = override.lstrip("+~").partition("=")

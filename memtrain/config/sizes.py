@@ -23,13 +23,6 @@ _ALLOWED = "a number and a unit (B, kB, MB, GB, TB of 1000; KiB, MiB, GiB, TiB o
 def parse_size(value: str | int, name: str = "size") -> int:
     """Return the bytes of a size. `24GB` is 24 billion bytes, `24GiB` is 24 * 2**30.
 
-    Args:
-        value: A number and a unit, in any case; a whole number without a unit is bytes.
-        name: The key, for the message.
-
-    Returns:
-        Bytes, rounded down.
-
     Raises:
         ValueError: For another string or a negative number.
         TypeError: For another type.

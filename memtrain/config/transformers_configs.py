@@ -41,9 +41,6 @@ def config_file(path: str | Path) -> Path:
 def read_config(path: str | Path) -> Any:
     """Load a config that `save_pretrained` wrote, without any download.
 
-    Args:
-        path: A config.json, or its folder.
-
     Raises:
         FileNotFoundError: If there is no such file.
         ValueError: If transformers cannot read it.

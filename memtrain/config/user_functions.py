@@ -10,13 +10,6 @@ from typing import Any
 def user_function(where: str, key: str = "model") -> Callable[..., Any]:
     """Import a function that `model=py:` or `data=py:` names.
 
-    Args:
-        where: `package.module:function`; the working directory is searched, too.
-        key: The config key, for messages.
-
-    Returns:
-        The function, with its signature. An exception in it becomes a ValueError with its name.
-
     Raises:
         ValueError: If no function is named, or the module has no such function.
 

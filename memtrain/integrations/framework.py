@@ -26,10 +26,6 @@ def passes(accelerator: Any, steps: int) -> int:
 
     FSDP2 reduces gradients in the last pass of a step only, or in each with `sync_each_batch`.
 
-    Args:
-        accelerator: An `accelerate.Accelerator`.
-        steps: Backward passes that make a step.
-
     Example:
         >>> from types import SimpleNamespace
         >>> passes(SimpleNamespace(num_processes=1), 4)
@@ -79,17 +75,6 @@ def for_framework(
     `release.clip=global_norm`, which is exact. What the config itself says of `release.clip` or
     `release.accumulate` stands. Under DistributedDataParallel, whose buckets keep all gradients,
     released gradients become `gradients=keep`, and the framework clips as always.
-
-    Args:
-        cfg: Anything that `memtrain.wrap` takes.
-        norm: The largest global norm; None or 0 without.
-        value: The largest element; None or 0 without.
-        accumulate: Backward passes of a step.
-        ddp: Whether the model is trained in DistributedDataParallel.
-        owner: The framework, for the log.
-
-    Returns:
-        `cfg` where gradients are kept; else a `Config`.
 
     Example:
         >>> for_framework("all_four", norm=1.0, accumulate=4).release.clip

@@ -1,4 +1,4 @@
-"""Advice where no plan fits a budget; sizes and noise in it are tried on predicted steps."""
+"""Advice where no plan fits a budget; its sizes are tried on predicted steps."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -20,7 +20,7 @@ _MEANS = {
     "weights": "keeps weights in 2 bytes, or in 3 with a correction",
 }
 _DEVICES = 64
-"""To shard over more is no advice: what is not sharded takes the budget."""
+"""Most devices to advise: over more, the parts that are not sharded take the budget."""
 _NAMES = {"batch": "a smaller batch", "seq": "shorter sequences"}
 _LINES = {
     "batch": "a batch of {size} in place of {now} (and accumulated gradients)",
@@ -29,31 +29,17 @@ _LINES = {
 
 
 def advice(
-    budget: int,
-    smallest: Moment,
-    batch: Any,
-    goal: Goal,
-    largest: Callable[[str, int], int],
-    enough_error: Callable[[], float | None],
+    budget: int, smallest: Moment, batch: Any, goal: Goal, largest: Callable[[str, int], int]
 ) -> list[str]:
-    """Advise how to make a step fit.
+    """Advise how to make a step fit whose smallest known peak is `smallest`.
 
-    Args:
-        budget: Bytes.
-        smallest: The moment of the smallest peak that was found.
-        batch: What the model is called with.
-        goal: What was asked.
-        largest: `batch` or `seq`, and the most -> the largest such size whose peak fits under the
-            smallest plan, 0 if none does.
-        enough_error: A `max_error` with which a plan fits, or None if more noise does not help.
-
-    Returns:
-        Lines.
+    `largest` maps `batch` or `seq`, and a limit, to the largest such size whose peak fits under the
+    smallest plan; 0 if none does.
 
     Example:
         >>> peak = Moment("step", "step", 100, {"weights": 80, "inputs": 20})
         >>> goal = Goal(allow=("quantise", "recompute", "release", "weights"))
-        >>> advice(60, peak, (), goal, lambda what, most: 0, lambda: None)
+        >>> advice(60, peak, (), goal, lambda what, most: 0)
         ['weights, gradients and states (0.08 KiB) sharded over 2 devices']
     """
     fixed = sum(smallest.parts.get(name, 0) for name in (WEIGHTS, GRADIENTS, STATES))
@@ -70,15 +56,11 @@ def advice(
     if missing:
         means = "; ".join(_MEANS[name] for name in missing)
         lines.append(f"allow={','.join(ALLOWED)} ({means})")
-    if "quantise" in goal.names and (not missing or goal.max_error < 1):
-        error = enough_error()
-        if error is not None:
-            lines.append(f"max_error={error:g} (noise in units of the preset balanced's)")
     return lines
 
 
 def _smaller(batch: Any, largest: Callable[[str, int], int]) -> Iterator[str]:
-    """The first of a smaller batch and shorter sequences that fits, or why it is unknown."""
+    """Yield the first of a smaller batch and shorter sequences that fits, or why it is unknown."""
     for what, now in _sizes(batch).items():
         try:
             size = largest(what, now - 1) if now > 1 else 0
@@ -92,12 +74,12 @@ def _smaller(batch: Any, largest: Callable[[str, int], int]) -> Iterator[str]:
 
 
 def _sizes(batch: Any) -> dict[str, int]:
-    """Samples, and of text the tokens of each."""
-    given = batch.get("input_ids") if isinstance(batch, Mapping) else None
-    if given is None:
-        tensors = [x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()]
-        given = tensors[0] if tensors else None
-    if given is None:
+    """Return the number of samples and, for text, of tokens per sample."""
+    first = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if first is None:
+        tensors = (x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim())
+        first = next(tensors, None)
+    if first is None:
         return {}
-    text = given.dim() == 2 and not given.is_floating_point()
-    return dict(zip(WHAT, given.shape[: 1 + text], strict=False))
+    text = first.dim() == 2 and not first.is_floating_point()
+    return dict(zip(WHAT, first.shape[: 1 + text], strict=False))

@@ -18,7 +18,7 @@ PLANS = 256
 
 
 class CandidatePlan(NamedTuple):
-    """A whole plan, before its peak is predicted."""
+    """A complete plan, before its peak is predicted."""
 
     seconds: float
     peak: float
@@ -26,9 +26,7 @@ class CandidatePlan(NamedTuple):
     error: float
     space: SearchSpace
     solution: Solution
-    """Of saved tensors."""
     states: States
-    """Of optimizer states."""
 
 
 def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
@@ -39,9 +37,9 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
     unit = sum(item.balanced.error for item in space.items) or 1.0
     released = space.plan.config.gradients != KEEP
 
-    def cost(own: Option) -> Option:
-        seconds = own.seconds + goal.rates.compressing(own)
-        return replace(own, seconds=seconds, error=own.error / unit)
+    def cost(option: Option) -> Option:
+        seconds = option.seconds + goal.rates.compressing(option)
+        return replace(option, seconds=seconds, error=option.error / unit)
 
     return [
         replace(
@@ -62,17 +60,9 @@ def candidate_plans(
     *,
     separate_host: bool,
 ) -> list[CandidatePlan]:
-    """Combine solutions for saved tensors with variants of states, where no other is better.
+    """Combine solutions for saved tensors with variants of states.
 
-    Args:
-        space: With the plan of its weights and gradients.
-        goal: What is asked.
-        solutions: For its saved tensors.
-        variants: Of optimizer states.
-        separate_host: Whether the device has memory of its own.
-
-    Returns:
-        Plans, for each variant of states the best first.
+    Returns the combinations that no other one dominates; for each variant the best first.
     """
     weights, gradients = (
         sum(entry.on_device(separate_host) for entry in space.plan.entries(kind))
@@ -80,12 +70,12 @@ def candidate_plans(
     )
     base = 3 * goal.rates.seconds(space.work)
     saved = np.array(
-        [(one.seconds, max(one.highest, one.saved, gradients), one.error) for one in solutions]
+        [(s.seconds, max(s.highest, s.saved, gradients), s.error) for s in solutions]
     ).reshape(-1, 3)
     found: list[CandidatePlan] = []
     for states in variants:
-        held = weights + states.nbytes
-        seconds, peak = base + states.seconds + saved[:, 0], held + saved[:, 1]
+        seconds = base + states.seconds + saved[:, 0]
+        peak = weights + states.nbytes + saved[:, 1]
         error = np.maximum(states.error, saved[:, 2])
         first, second = (seconds, error) if goal.objective == "time" else (error, seconds)
         order = np.lexsort((peak, second, first))
@@ -99,54 +89,54 @@ def candidate_plans(
 def best_candidates(
     candidates: Sequence[CandidatePlan], objective: Objective
 ) -> list[CandidatePlan]:
-    """List plans of which each has a smaller peak than all that are better, thinned out evenly.
+    """Sort plans, and keep each plan whose peak is smaller than all peaks before it.
 
-    Of plans that are equally good an earlier one is preferred.
+    The result is thinned out evenly. Of equally good plans an earlier one is preferred.
     """
-    ways = [*dict.fromkeys(map(_kept, candidates))]
-    # Bfloat16 weights that lose small updates are for where no truer ones fit.
-    lossy = KEEP if ways and ways[-1][0] == KEEP != ways[0][0] else None
+    settings = [*dict.fromkeys(map(_settings, candidates))]
+    # Bfloat16 weights that lose small updates are chosen only if no more exact weights fit.
+    lossy = KEEP if settings and settings[-1][0] == KEEP != settings[0][0] else None
 
-    def worth(one: CandidatePlan) -> tuple[float, ...]:
-        first, second = one.seconds, one.error
+    def worth(plan: CandidatePlan) -> tuple[float, ...]:
+        first, second = plan.seconds, plan.error
         best = (first, second) if objective == "time" else (second, first)
-        kept = _kept(one)
-        return (kept[0] == lossy, *best, ways.index(kept), one.peak)
+        setting = _settings(plan)
+        return (setting[0] == lossy, *best, settings.index(setting), plan.peak)
 
-    listed = shrinking(sorted(candidates, key=worth), lambda one: one.peak)
-    return listed if len(listed) <= PLANS else thinned(listed, lambda one: one.peak, PLANS)
+    listed = shrinking(sorted(candidates, key=worth), lambda plan: plan.peak)
+    return listed if len(listed) <= PLANS else thinned(listed, lambda plan: plan.peak, PLANS)
 
 
-def _kept(candidate: CandidatePlan) -> tuple[str, str]:
-    """Choices for weights and for gradients."""
+def _settings(candidate: CandidatePlan) -> tuple[str, str]:
+    """Return the choices for weights and for gradients."""
     config = candidate.space.plan.config if candidate.space is not None else Config()
     return config.weights, config.gradients
 
 
 def config_of(candidate: CandidatePlan) -> Config:
-    """Make the config of a plan: its sites, its blocks to recompute and their saves, its states."""
+    """Make the config of a plan: its sites, its recomputed blocks, its optimizer states."""
     space, config = candidate.space, candidate.space.plan.config
     sites: dict[str, Any] = {}
-    again: list[str] = []
-    for segment, own in zip(space.segments, candidate.solution.choices, strict=True):
-        if own is None:
-            again.append(segment.name)
+    recompute: list[str] = []
+    for segment, indices in zip(space.segments, candidate.solution.choices, strict=True):
+        if indices is None:
+            recompute.append(segment.name)
             continue
-        for item, index in zip(segment.items, own, strict=True):
+        for item, index in zip(segment.items, indices, strict=True):
             choices = item.options[index].choices
-            sites |= {site.name: compressor_spec(chosen) for site, chosen in choices.items()}
-    activations = replace(config.activations, rules=[], sites=sites, recompute=again)
+            sites |= {site.name: compressor_spec(choice) for site, choice in choices.items()}
+    activations = replace(config.activations, rules=[], sites=sites, recompute=recompute)
     return replace(config, activations=activations, optim=candidate.states.config)
 
 
 def count_options(candidate: CandidatePlan) -> dict[str, int]:
     """Count the items that each option is chosen for, and the blocks that are recomputed."""
     counts: dict[str, int] = {}
-    for segment, own in zip(candidate.space.segments, candidate.solution.choices, strict=True):
-        if own is None and segment.recompute is not None:
+    for segment, indices in zip(candidate.space.segments, candidate.solution.choices, strict=True):
+        if indices is None and segment.recompute is not None:
             counts[segment.recompute.name] = counts.get(segment.recompute.name, 0) + 1
             continue
-        for item, index in zip(segment.items, own or (), strict=True):
+        for item, index in zip(segment.items, indices or (), strict=True):
             if item.options[0].nbytes:
                 name = item.options[index].name
                 counts[name] = counts.get(name, 0) + 1

@@ -20,14 +20,14 @@ _REREAD = {BITS4: 4.5, FACTORED: 4.1, BITS2: 4.7}
 
 
 class Work(NamedTuple):
-    """Of a part of a forward."""
+    """The work of a part of a forward."""
 
     flops: float = 0.0
     """Of matrix products and convolutions."""
     nbytes: float = 0.0
-    """Read and written by all ops."""
+    """Bytes that all ops read and write."""
     n_ops: float = 0.0
-    """That do not only make views."""
+    """Ops, without those that only make views."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,29 +69,25 @@ class Rates:
                 raise ValueError(f"{name}={value!r} is out of range; allowed: {allowed}")
 
     def seconds(self, work: Work) -> float:
-        """Of a part of a forward: arithmetic and traffic do not overlap."""
+        """Return the time of a part of a forward; arithmetic and traffic do not overlap."""
         return work.flops / self.flops + work.nbytes / self.copy + work.n_ops * self.launch
 
     def compressing(self, option: Option) -> float:
-        """Of compressing in the forward and decompressing in the backward.
+        """Return the time to compress in the forward and to decompress in the backward.
 
-        A tensor is read and written once more, and its payload written and read; an op that is
-        replaced writes and reads its payload only.
+        A tensor is read and written once more, and its payload is written and read. A replaced op
+        only writes and reads its payload.
         """
         return option.moved / self.pack + option.calls * self.call
 
     def step(
         self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int, bus: int = 0
     ) -> float:
-        """Of an optimizer's step over all its parameters.
+        """Return the time of an optimizer's step over `n_params` elements.
 
-        Args:
-            optimizer: The user's; kinds without a fused step are decompressed, run and compressed.
-            variant: What is done to its states.
-            n_params: Elements that it updates.
-            nbytes: Of its states under the variant.
-            bus: Bytes of gradients that go to the host and of weights that come back, where the
-                states lie there; that this is beside the backward is not counted.
+        `nbytes` are the bytes of its states under the variant. `bus` are the bytes of gradients and
+        weights that cross the bus if the states are in host memory; that the copies overlap with
+        the backward is ignored.
         """
         moved = 12.0 * n_params + 2 * nbytes + _REREAD.get(variant, 0.0) * n_params
         if variant != TORCH and type(optimizer) not in (Adam, AdamW, SGD):
@@ -100,7 +96,7 @@ class Rates:
 
 
 def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[str, Work]:
-    """Count the work of a forward without running it: of all (`""`), and of modules by path."""
+    """Count the work of a fake forward: of all modules (key `""`), and of modules by path."""
     # Imports triton where there is one: not before it is needed.
     from torch.utils.flop_counter import flop_registry
 

@@ -23,7 +23,7 @@ Objective = Literal["time", "error"]
 
 
 def silent(stage: str, done: int, total: int) -> None:
-    """Report nothing."""
+    """Ignore the progress."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,16 +39,16 @@ class Goal:
     """
 
     allow: str | Iterable[str] = ("quantise", "recompute")
-    """Of `ALLOWED`."""
+    """Names of `ALLOWED`."""
     max_error: float = 1.0
     """The most noise of saved tensors in the gradient, in units of the preset `balanced`'s, and of
     optimizer states in the update, in units of `optim=rank1_4bit`'s."""
     objective: Objective = "time"
     """`time`: the fastest step; `error`: the least noise."""
     rates: Rates = Rates()  # noqa: RUF009 (a frozen value)
-    """Of the device."""
+    """Throughputs of the device."""
     options: StepOptions = StepOptions()  # noqa: RUF009 (a frozen value)
-    """Of the step whose peak is predicted."""
+    """Options of the step whose peak is predicted."""
 
     def __post_init__(self) -> None:
         allow = (self.allow,) if isinstance(self.allow, str) else tuple(self.allow)
@@ -72,36 +72,36 @@ class Fit:
     """A plan that fits a budget, and its promise."""
 
     plan: Plan
-    """Give it, or the file that it saves, to `memtrain.wrap`."""
+    """The plan, for `memtrain.wrap`."""
     budget: int
-    """Bytes."""
+    """The budget in bytes."""
     timeline: Timeline
-    """Of a step on fake tensors."""
+    """The predicted step."""
     seconds: float
-    """Of a step, by the rates."""
+    """Predicted time of a step, by the rates."""
     plain_seconds: float
-    """Of a step of plain PyTorch, by the same."""
+    """Predicted time of a baseline step."""
     error: float
-    """Noise in the units of `Goal.max_error`; of saved tensors or of states, the larger."""
+    """Noise in the units of `Goal.max_error`: the larger of saved tensors' and of states'."""
     states: str
     """Variant of optimizer states."""
     chosen: Mapping[str, int]
-    """Option -> how many groups of saved tensors have it, or how many blocks (`recompute`)."""
+    """Option -> number of groups of saved tensors, or of blocks (`recompute`)."""
     rates: str
-    """Of which device."""
+    """Name of the rates."""
 
     @property
     def peak(self) -> Moment:
-        """The moment when most is alive, with what the device must have besides on CUDA."""
+        """The peak, on CUDA with the allocator's cache and the context."""
         return self.timeline.needed
 
     @property
     def slower(self) -> float:
-        """Step time over that of plain PyTorch, less 1."""
+        """Step time relative to the baseline's, minus 1."""
         return self.seconds / self.plain_seconds - 1
 
     def rows(self) -> list[tuple[str, str]]:
-        """Return what is promised and what was chosen: a name, and a line about it."""
+        """Return the promises and the choices: a name and a text each."""
         config = self.plan.config
         chosen = ", ".join(f"{count} {_named(option)}" for option, count in self.chosen.items())
         kept = f"weights: {config.weights}; gradients: {config.gradients}"
@@ -115,13 +115,13 @@ class Fit:
         ]
 
     def _place(self) -> str:
-        """Where states lie, if not on the device."""
+        """Return the place of the states if they are not on the device."""
         held = sum(entry.host for entry in self.plan.entries())
         place = f", in host memory ({format_size(held)} there with copies of weights)"
         return place if held else ""
 
     def lines(self) -> list[str]:
-        """The same as text of 80 columns."""
+        """Return the rows as text of 80 columns."""
         return [
             f"{'' if number else name:14}{line}"
             for name, text in self.rows()
@@ -133,13 +133,7 @@ class Fit:
 
 
 class DoesNotFit(ValueError):
-    """No plan fits the budget.
-
-    Args:
-        budget: Bytes.
-        smallest: The smallest peak that was reached.
-        help: What would help, a line each.
-    """
+    """No plan fits the budget in bytes; `smallest` is the smallest known peak, `help` the fixes."""
 
     def __init__(self, budget: int, smallest: Moment, help: Iterable[str]) -> None:
         self.budget, self.smallest, self.help = budget, smallest, tuple(help)
@@ -149,7 +143,7 @@ class DoesNotFit(ValueError):
         return type(self), (self.budget, self.smallest, self.help)
 
     def lines(self) -> list[str]:
-        """The message, line by line."""
+        """Return the message, line by line."""
         holds = sorted(self.smallest.parts.items(), key=lambda pair: -pair[1])
         least = self.smallest.nbytes / 1000
         return [

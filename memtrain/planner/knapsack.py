@@ -9,9 +9,9 @@ import numpy as np
 from memtrain.compressors import Compressor, Keep
 
 MULTIPLIERS = 96
-"""So many Lagrange multipliers of error are tried."""
+"""Number of Lagrange multipliers of error."""
 BINS = 2048
-"""In each of so many ranges of bytes one solution stays."""
+"""Number of ranges of bytes; one solution is kept in each."""
 _SLACK = 1e-9  # sums in another order differ by less than this share
 _Choices = tuple[int, ...] | None
 _Hull = tuple[np.ndarray, np.ndarray, list[_Choices], list[tuple[int, ...]]]
@@ -23,47 +23,47 @@ class Option:
     """One way to keep the tensors of an item."""
 
     seconds: float = 0.0
-    """That it adds to a step."""
+    """Time that the option adds to a step."""
     nbytes: float = 0
-    """Kept from forward to backward."""
+    """Bytes that are kept from forward to backward."""
     error: float = 0.0
-    """Noise that it adds."""
+    """Noise that the option adds."""
     name: str = "keep"
     """`keep`, `lossless`, or its lossy compressors: `derivative 3 + group 4`."""
     moved: int = 0
     """Bytes read and written by compressing and decompressing."""
     calls: int = 0
-    """Of compressors, and of ops that run again, besides those in ops that are replaced."""
+    """Calls of compressors and of recomputed ops, without those inside replaced ops."""
     choices: Mapping[Any, Compressor | Keep] = field(default_factory=dict)
-    """Choice for each site."""
+    """Site -> its choice."""
 
 
 @dataclass
 class Item:
-    """Tensors that get one joint option, since they share memory or are computed from each other.
+    """Tensors with one joint option: they share memory or are computed from each other.
 
     `options` is a Pareto front: `keep` first, then by bytes, the most first.
     """
 
     options: list[Option]
     name: str = ""
-    """Of its first site."""
+    """Name of the first site."""
     sites: frozenset[Any] = frozenset()
     balanced: Option = field(default_factory=Option)
-    """Choice of the preset `balanced`."""
+    """The option that the preset `balanced` has."""
 
 
 @dataclass
 class Segment:
-    """Consecutive items of the forward, of one block or of what lies between two."""
+    """Consecutive items of the forward: those of a block, or those between two blocks."""
 
     items: list[Item]
     recompute: Option | None = None
-    """In place of all of them: run the block again, and keep its inputs."""
+    """The alternative to all items: recompute the block from its inputs."""
     transient: float = 0.0
-    """Bytes that are there while its backward runs, if it is recomputed."""
+    """Bytes of recomputed tensors during the segment's backward."""
     later: float = 0.0
-    """Bytes of gradients that are there when its backward begins."""
+    """Bytes of gradients that exist when the segment's backward begins."""
     name: str = ""
     """Path of the block's module."""
 
@@ -73,12 +73,12 @@ class Solution(NamedTuple):
 
     seconds: float
     saved: float
-    """Bytes kept when the forward has ended."""
+    """Bytes that are kept at the end of the forward."""
     highest: float
-    """The most bytes, kept, transient and of gradients, when the backward of any segment begins."""
+    """Most bytes (kept, transient and gradients) at the beginning of any segment's backward."""
     error: float
     choices: tuple[_Choices, ...]
-    """For each segment the option of each item; None: it is recomputed."""
+    """For each segment the option's index for each item; None: the segment is recomputed."""
 
 
 def solve(
@@ -86,19 +86,10 @@ def solve(
 ) -> list[Solution]:
     """Solve the linear relaxation greedily, for every size and many Lagrange multipliers of error.
 
-    For each multiplier, items start at their cheapest option, and the change that costs least
-    per byte it saves comes next, one at a time (the greedy of the multiple-choice knapsack, whose
-    every step solves the linear relaxation for its own bytes). To recompute a segment is one more
-    choice of the segment. No budget of bytes enters: the best solution in each of `BINS` equal
-    ranges of bytes stays.
-
-    Args:
-        segments: In the order of the forward.
-        max_error: The most that errors may sum to.
-        objective: What is best: `time` or `error`.
-
-    Returns:
-        Solutions, largest first.
+    For each multiplier, items start at their cheapest option. Each step makes the change with the
+    lowest cost per saved byte (the greedy algorithm of the multiple-choice knapsack: each step
+    solves the linear relaxation for its bytes). Recomputing a segment is one more choice. There is
+    no budget: the best solution in each of `BINS` equal ranges of bytes is kept, largest first.
 
     Reference:
         Sinha and Zoltners, The multiple-choice knapsack problem (Operations Research 27, 1979).
@@ -125,73 +116,73 @@ def solve(
 
 
 class Sums:
-    """Sums of choices of segments; added up once for all segments whose numbers are equal."""
+    """Sums of choices of segments; equal segments share their sums."""
 
     def __init__(self, segments: Sequence[Segment]) -> None:
         self.segments = segments
         known: dict[Any, int] = {}
-        self.kinds = [known.setdefault(_numbers(own), len(known)) for own in segments]
+        self.kinds = [known.setdefault(_numbers(segment), len(known)) for segment in segments]
         self._totals: dict[tuple[int, _Choices], tuple[float, float, float]] = {}
 
-    def total(self, place: int, own: _Choices) -> tuple[float, float, float]:
-        """Seconds, bytes saved and error of a segment."""
-        key = (self.kinds[place], own)
+    def total(self, index: int, choices: _Choices) -> tuple[float, float, float]:
+        """Return seconds, kept bytes and error of a segment."""
+        key = (self.kinds[index], choices)
         if key not in self._totals:
-            segment = self.segments[place]
-            if own is None and segment.recompute is not None:
-                picked = [segment.recompute]
+            segment = self.segments[index]
+            if choices is None and segment.recompute is not None:
+                options = [segment.recompute]
             else:
-                picked = [item.options[k] for item, k in zip(segment.items, own or (), strict=True)]
+                pairs = zip(segment.items, choices or (), strict=True)
+                options = [item.options[k] for item, k in pairs]
             self._totals[key] = (
-                sum(option.seconds for option in picked),
-                sum(option.nbytes for option in picked),
-                sum(option.error for option in picked),
+                sum(option.seconds for option in options),
+                sum(option.nbytes for option in options),
+                sum(option.error for option in options),
             )
         return self._totals[key]
 
     def evaluate(self, choices: Sequence[_Choices]) -> Solution:
-        """The solution of some choices: the option of each item; None: a segment is recomputed."""
+        """Return the solution with these choices, one per segment."""
         seconds = saved = highest = error = 0.0
-        for place, (segment, own) in enumerate(zip(self.segments, choices, strict=True)):
-            more = self.total(place, own)
+        for index, (segment, choice) in enumerate(zip(self.segments, choices, strict=True)):
+            more = self.total(index, choice)
             seconds, saved, error = seconds + more[0], saved + more[1], error + more[2]
-            besides = segment.later + (segment.transient if own is None else 0.0)
-            highest = max(highest, saved + besides)
+            others = segment.later + (segment.transient if choice is None else 0.0)
+            highest = max(highest, saved + others)
         return Solution(seconds, saved, highest, error, tuple(choices))
 
 
 def _numbers(segment: Segment) -> Any:
-    """All that the sums of a segment are made of."""
-    options = [item.options for item in segment.items]
+    """Return the numbers that decide the sums of a segment."""
+    items = [item.options for item in segment.items]
     if segment.recompute is not None:
-        options.append([segment.recompute])
+        items.append([segment.recompute])
     return (
         segment.recompute is None,
-        *(tuple((own.seconds, own.nbytes, own.error) for own in each) for each in options),
+        *(tuple((o.seconds, o.nbytes, o.error) for o in options) for options in items),
     )
 
 
 def pareto_front(values: np.ndarray) -> np.ndarray:
-    """Find the rows of [n, columns] that no other row is at most equal to in every column.
+    """Return the indices of the rows of [n, columns] that no other row dominates, sorted.
 
-    Returns their indices, in the order of the columns; the first of equal ones. It takes a bool for
-    every pair of rows.
+    The first of equal rows is kept. Memory: one bool for every pair of rows.
 
     Example:
         >>> pareto_front(np.array([[0.0, 2, 2, 0], [1, 1, 1, 0], [1, 3, 3, 0]]))
         array([0, 1])
     """
     order = np.lexsort(values.T[::-1])
-    own = values[order]
-    slack = np.abs(own).max(axis=0, initial=0.0) * _SLACK
-    dominated = np.tri(len(own), k=-1, dtype=bool)  # [row, another before it]
-    for column, tolerance in zip(own.T, slack, strict=True):
+    rows = values[order]
+    slack = np.abs(rows).max(axis=0, initial=0.0) * _SLACK
+    dominated = np.tri(len(rows), k=-1, dtype=bool)  # [row, another before it]
+    for column, tolerance in zip(rows.T, slack, strict=True):
         dominated &= column[None] <= column[:, None] + tolerance
     return order[~dominated.any(axis=1)]
 
 
 def shrinking(plans: Iterable[T], size: Callable[[T], float]) -> list[T]:
-    """Leave out the plans that are no smaller than all before them."""
+    """Keep the plans that are smaller than all plans before them."""
     listed: list[T] = []
     for plan in plans:
         if not listed or size(plan) < size(listed[-1]):
@@ -200,7 +191,7 @@ def shrinking(plans: Iterable[T], size: Callable[[T], float]) -> list[T]:
 
 
 def thinned(plans: Sequence[T], size: Callable[[T], float], count: int) -> list[T]:
-    """Thin shrinking plans out to at most `count` + 1 of even sizes, with the first and the last.
+    """Return at most `count` + 1 of the shrinking plans, evenly by size, with first and last.
 
     Example:
         >>> thinned([10.0, 9.0, 8.0, 1.0, 0.0], float, 2)
@@ -215,7 +206,7 @@ def thinned(plans: Sequence[T], size: Callable[[T], float], count: int) -> list[
 
 
 def _multipliers(segments: Sequence[Segment]) -> np.ndarray:
-    """Seconds per unit of error: from where error does not matter to where only it does."""
+    """Return the multipliers, in seconds per unit of error: from only time to only error."""
     options = [own for segment in segments for item in segment.items for own in item.options]
     seconds = [option.seconds for option in options if option.seconds > 0]
     errors = [option.error for option in options if option.error > 0]
@@ -228,10 +219,9 @@ def _multipliers(segments: Sequence[Segment]) -> np.ndarray:
 
 
 def _greedy(sums: Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], list[_Choices]]]:
-    """From the cheapest solution to the smallest, the most bytes per cost first.
+    """Return solutions from the cheapest to the smallest, and a function from a row to its choices.
 
-    Returns:
-        [solutions, 3], seconds, bytes saved and error of each; and the choices of one by its row.
+    The solutions are seconds, kept bytes and error: [solutions, 3].
     """
     segments, kinds = sums.segments, sums.kinds
     first = {kind: place for place, kind in reversed([*enumerate(kinds)])}
@@ -276,11 +266,10 @@ def _greedy(sums: Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], 
 
 
 def _hull_of(segment: Segment, multiplier: float) -> _Hull:
-    """The convex hull of a segment: of its items, combined greedily, and of recomputing it.
+    """Return the convex hull of a segment's items, combined greedily, and of recomputing it.
 
-    Returns:
-        Bytes, cost and choices from the cheapest to the smallest; and the choices of all steps of
-        its items, also those that recomputing dominates.
+    The result is bytes, cost and choices from the cheapest to the smallest, and the choices of all
+    steps of the items, also those that recomputing dominates.
     """
     hulls = []
     for item in segment.items:
@@ -310,18 +299,18 @@ def _hull_of(segment: Segment, multiplier: float) -> _Hull:
 
 
 def _rates(nbytes: np.ndarray, cost: np.ndarray) -> list[float]:
-    """Cost per byte that each step along a hull saves; rounding must not change their order."""
+    """Return the cost per saved byte of each step along a hull; rounding keeps their order."""
     rates = np.diff(cost) / np.maximum(-np.diff(nbytes), 1e-30)
     return np.maximum.accumulate(rates).tolist() if len(rates) else []
 
 
 def _convex_hull(nbytes: np.ndarray, cost: np.ndarray) -> np.ndarray:
-    """Rows on the lower convex hull, from the cheapest to the smallest."""
+    """Return the rows on the lower convex hull, from the cheapest to the smallest."""
     order = np.lexsort((nbytes, cost))
     hull: list[int] = []
     for row in order.tolist():
         if hull and nbytes[row] >= nbytes[hull[-1]]:
-            continue  # no smaller than one that costs no more
+            continue  # not smaller than a row that costs no more
         while len(hull) > 1 and _above(nbytes, cost, hull[-2], hull[-1], row):
             hull.pop()
         hull.append(row)
@@ -329,6 +318,6 @@ def _convex_hull(nbytes: np.ndarray, cost: np.ndarray) -> np.ndarray:
 
 
 def _above(nbytes: np.ndarray, cost: np.ndarray, a: int, b: int, c: int) -> bool:
-    """Whether b lies on or above the line from a to c."""
+    """Return whether b is on or above the line from a to c."""
     left = (cost[b] - cost[a]) * (nbytes[a] - nbytes[c])
     return left >= (cost[c] - cost[a]) * (nbytes[a] - nbytes[b])

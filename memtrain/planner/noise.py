@@ -1,4 +1,4 @@
-"""Quantisation noise by analysis: of saved tensors, of derivatives, of optimizer states."""
+"""Quantisation noise by analysis, for saved tensors, derivatives and optimizer states."""
 
 from functools import cache
 
@@ -18,18 +18,10 @@ _OUTPUTS = {"sigmoid": lambda y: y * (1 - y), "tanh": lambda y: 1 - y * y}
 
 
 def relative_error(compressor: Compressor, op: str) -> float:
-    """Compute the share of what an op's backward reads that rounding its saved tensor adds.
+    """Return the mean squared error that compression adds, relative to the mean square.
 
-    It is the mean squared error for normal numbers, relative to their mean square. A nonlinearity's
-    backward reads the derivative, whether codes of it are kept or its input is; masks and argmax
-    indices are exact in any code.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> 0.01 < relative_error(Group(bits=4), "linear") < 0.05
-        True
-        >>> relative_error(DerivativeCode(bits=3), "gelu") < relative_error(Group(bits=3), "gelu")
-        True
+    The error is that of the tensor which the op's backward reads, for normal numbers: for a
+    nonlinearity its derivative. Masks and argmax indices are exact in any code.
     """
     if compressor.lossless or op == "dropout" or "max_pool" in op:
         return 0.0
@@ -41,32 +33,20 @@ def relative_error(compressor: Compressor, op: str) -> float:
 
 
 def derived_error(compressor: Compressor, op: str) -> float:
-    """Compute the share added to an op's output that is computed again from its rounded input.
+    """Return the relative squared error of an op's output, recomputed from its compressed input.
 
-    It is the mean squared error for normal inputs, relative to the outputs' mean square. The output
-    of an op that is no nonlinearity is as exact as its input.
-
-    Example:
-        >>> from memtrain.compressors import Group
-        >>> derived_error(Group(bits=4), "layer_norm") == relative_error(Group(bits=4), "linear")
-        True
+    The output of an op that is no nonlinearity is as exact as its input.
     """
     return _through(op, compressor) if op in CURVES else _error(compressor)
 
 
 def moment_error(state: str, compressor: Compressor | Keep) -> float:
-    """Compute the share of an update's square that rounding one of Adam's moments adds.
+    """Return the relative squared error of an update that compressing one of Adam's moments adds.
 
-    By analysis, of its steady state under normal gradients: the first moment m is normal, with
-    scales that are log-normal by rows (deviation 1), columns (1/2) and elements (1/4), the second
-    moment v is their square, and the update is m / sqrt(v). The relative squared errors of both
-    factors add up.
-
-    Example:
-        >>> from memtrain.compressors import Block
-        >>> few, many = Block(bits=4), Block(bits=8)
-        >>> 0 < moment_error("exp_avg", many) < moment_error("exp_avg", few) < 1
-        True
+    This is an analysis of the steady state under normal gradients. The first moment m is normal,
+    with scales that are log-normal by rows (deviation 1), columns (1/2) and elements (1/4). The
+    second moment v is the scale's square, and the update is m / sqrt(v). The relative squared
+    errors of both factors add up.
     """
     return 0.0 if isinstance(compressor, Keep) else _moment_error(is_unsigned(state), compressor)
 
@@ -95,7 +75,7 @@ def _error(compressor: Compressor) -> float:
 
 @cache
 def _through(op: str, compressor: Compressor, *, slope: bool = False) -> float:
-    """The noise in a function of a rounded tensor, or in its derivative."""
+    """Return the error of a function of a compressed tensor, or of its derivative."""
     x, curve = _normal(), CURVES[op].slope if slope else CURVES[op].value
     back = curve(_rounded(compressor, x).double().numpy())
     return _share(torch.from_numpy(back), torch.from_numpy(curve(x.double().numpy())))

@@ -18,34 +18,25 @@ from memtrain.planner.schemes import BITS2, BITS4, state_rules
 
 
 class States(NamedTuple):
-    """A variant of the states of all parameters."""
+    """A variant of the states of all parameters: one of `schemes.STATES`."""
 
     variant: str
-    """One of `schemes.STATES`."""
     seconds: float
     """Time of the optimizer's step."""
     nbytes: int
     """Bytes on the device."""
     error: float
-    """Noise in the update, in units of that of `optim=rank1_4bit`."""
+    """Noise of the update, in units of that of `optim=rank1_4bit`."""
     config: Optim
-    """The part of the config that asks for the variant."""
 
 
 def gather_states(
     model: nn.Module, optimizer: Optimizer, config: Config, variants: Sequence[str], goal: Goal
 ) -> list[States]:
-    """List the variants of states that no other one is at most equal to in all respects.
+    """List the variants of states that no other one dominates, torch's first.
 
-    Args:
-        model: Real or fake; not changed.
-        optimizer: Not changed.
-        config: Its exceptions hold in every variant; its rules do not.
-        variants: Of `STATES`, `torch` first; 2 bits are left out where no fused step serves them.
-        goal: Its rates and its most error.
-
-    Returns:
-        Variants, torch's own first.
+    The config's exceptions hold in every variant; its rules do not. A variant with 2 bits needs an
+    optimizer with a fused step for them.
     """
     if not _steps_two_bits(optimizer):
         variants = [name for name in variants if name != BITS2]
@@ -69,20 +60,13 @@ def gather_states(
 
 
 def _rules(own: Optim, variant: str) -> list[StateRule]:
-    """The rules of a variant; what stays torch's own needs one too, to lie in host memory."""
+    """Return the rules of a variant; torch's states need one, too, to be in host memory."""
     exact = [StateRule(compressor="identity")] if own.device == CPU else []
     return state_rules(variant) or exact
 
 
 def bus_bytes(model: nn.Module, config: Config, param: Tensor) -> int:
-    """Bytes of a parameter that cross the bus in a step: its gradient, and its weight back.
-
-    Example:
-        >>> model = nn.Linear(2, 2, bias=False)
-        >>> on_host = Optim(device="cpu")
-        >>> bus_bytes(model, Config(weights="bf16+8", optim=on_host), model.weight)
-        16
-    """
+    """Return the bytes of a parameter's gradient and weight that cross the bus in a step."""
     if config.optim.device != CPU:
         return 0
     dtype = training_dtypes(model, config).get(param, param.dtype)
@@ -90,7 +74,7 @@ def bus_bytes(model: nn.Module, config: Config, param: Tensor) -> int:
 
 
 def _steps_two_bits(optimizer: Optimizer) -> bool:
-    """Whether it becomes the fused optimizer that gives a moment's residual to the weight."""
+    """Return whether the fused optimizer adds the residual of a 2-bit moment to the weight."""
     amsgrad = any(group.get("amsgrad") for group in optimizer.param_groups)
     return type(optimizer) in (Adam, AdamW) and not amsgrad
 
@@ -102,8 +86,8 @@ def _states(plan: Plan, model: nn.Module, optimizer: Optimizer, variant: str, go
     nbytes, moved, error = 0, 0, 0.0
     for entry in plan.entries("state"):
         nbytes += entry.on_device(on_cuda)
-        # What is kept counts as torch's own also where float32 masters make it float32: that truer
-        # weights take longer for it is not held against them.
+        # Kept states count with torch's bytes, also if float32 masters make them float32: this
+        # time is not a cost of the weights' variant.
         moved += entry.planned + entry.host if entry.compressor else entry.nbytes
         name, state = state_site(entry.site)
         if entry.compressor and name in params:
@@ -118,7 +102,7 @@ def _states(plan: Plan, model: nn.Module, optimizer: Optimizer, variant: str, go
 
 
 def _params(model: nn.Module, optimizer: Optimizer) -> dict[str, Tensor]:
-    """The optimizer's parameters, as sites name them."""
+    """Return the optimizer's parameters by their names in sites."""
     names = {p: name for name, p in model.named_parameters()}
     return {
         names.get(param, f"{index}.{number}"): param

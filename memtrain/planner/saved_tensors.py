@@ -1,4 +1,4 @@
-"""A forward under each scheme, and from its saved tensors the items and their options."""
+"""Forwards under each scheme, and the items and options of their saved tensors."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -38,24 +38,24 @@ from memtrain.planner.schemes import (
 )
 
 _PAYLOAD = "payload"
-_NOT_ASKED = Keep("")  # it is kept whatever the rules say
+_NOT_ASKED = Keep("")  # kept under all rules
 
 
 class SavedTensor(NamedTuple):
-    """A record of a forward under a scheme, and what the scheme's rules choose for its site."""
+    """A record of a forward under a scheme, and the scheme's choice for its site."""
 
     record: Record
     choice: Compressor | Keep
     width: str = ""
-    """Whose width its bytes follow, a key of `DEFAULT`; empty: they are fixed."""
+    """The key of `DEFAULT` whose width its bytes follow; empty: the bytes are fixed."""
     slope: int = 0
-    """Bytes that each bit more takes."""
+    """Bytes per bit of width."""
     root: Compressor | Keep = _NOT_ASKED
-    """The choice for what it is computed again from, where it is; else its own."""
+    """Of a recomputed tensor: the choice for its source; else `choice`."""
     source: str = ""
-    """The op whose output it is, where it is computed again."""
+    """Of a recomputed tensor: the op whose output it is."""
     first: bool = True
-    """Of the records of one op's payload."""
+    """Whether this is the first record of an op's payload."""
 
 
 _Trace = list[SavedTensor]
@@ -64,11 +64,11 @@ _Trace = list[SavedTensor]
 def saved_items(
     plan: Plan, model: nn.Module, batch: Any, *, quantise: bool, progress: Progress = silent
 ) -> list[Item]:
-    """Trace a forward under each scheme, group what is saved together, and list its options.
+    """Trace a forward under each scheme, group the tensors that are saved together, list options.
 
-    Bytes at widths that were not traced are on the line through two that were: codes are packed to
-    the bit. The plan's exceptions hold under every scheme; its rules do not. Without `quantise`
-    there is no scheme but `keep`.
+    Bytes are linear in the width (codes are packed to the bit), so two traced widths give all. The
+    plan's exceptions hold under every scheme; its rules do not. Without `quantise` the only scheme
+    is `keep`.
     """
     pairs = [(name, DEFAULT) for name in (SCHEMES if quantise else (KEEP,))]
     pairs += [(name, NARROW) for name in ((CODES, GROUPS) if quantise else ())]
@@ -90,13 +90,7 @@ def saved_items(
 
 
 def pareto_options(options: Sequence[Option]) -> list[Option]:
-    """Keep, which comes first, and by bytes, the most first, those that no other option dominates.
-
-    Example:
-        >>> keep, wide = Option(nbytes=8), Option(nbytes=4, error=0.1, name="group 4")
-        >>> [own.name for own in pareto_options([keep, wide, Option(nbytes=4, error=0.2)])]
-        ['keep', 'group 4']
-    """
+    """Return the first option, `keep`, and the options that none dominates, largest first."""
     columns = [(own.nbytes, own.error, own.moved, own.calls) for own in options]
     rows = [row for row in pareto_front(np.array(columns, dtype=float)).tolist() if row]
     rest = sorted((options[row] for row in rows), key=lambda own: (-own.nbytes, own.error))
@@ -104,7 +98,7 @@ def pareto_options(options: Sequence[Option]) -> list[Option]:
 
 
 def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int]) -> Plan:
-    """The plan for saved tensors with a scheme's rules; it knows nothing of states."""
+    """Return the plan with a scheme's rules for saved tensors, without states."""
     rules = activation_rules(scheme, widths)
     own = replace(plan.config.activations, rules=rules, sites={}, recompute=[])
     paths = [name for name, _ in model.named_modules()]
@@ -140,7 +134,7 @@ def _traces(
 
 
 def _united(traces: Sequence[_Trace]) -> DisjointSets:
-    """Sets of sites whose bytes add up, whatever is chosen for each set."""
+    """Return sets of sites whose bytes add up for any choice of each set."""
     unique = {id(trace): [own.record for own in trace] for trace in traces}
     plain, groups = unique[id(traces[0])], DisjointSets()
     for records in unique.values():
@@ -154,7 +148,7 @@ def _united(traces: Sequence[_Trace]) -> DisjointSets:
 
 
 def _unite_shared(groups: DisjointSets, records: Sequence[Record]) -> None:
-    """Unite sites of one storage, and those that are derived with what they are derived from."""
+    """Unite sites of one storage, and recomputed sites with their sources."""
     by_storage: dict[int, Site] = {}
     latest: dict[str, Site] = {}
     for record in records:
@@ -169,7 +163,7 @@ def _unite_shared(groups: DisjointSets, records: Sequence[Record]) -> None:
 
 
 def _slopes(wide: _Trace, narrow: _Trace) -> dict[tuple[Any, ...], tuple[str, int]]:
-    """Site, choice and bytes of a saved tensor -> whose width these follow, and bytes per bit."""
+    """Map site, choice and bytes of a saved tensor to the key of its width and the slope."""
     if [own.record.site for own in wide] != [own.record.site for own in narrow]:
         return {}
     found = {}
@@ -184,7 +178,7 @@ def _slopes(wide: _Trace, narrow: _Trace) -> dict[tuple[Any, ...], tuple[str, in
 
 
 def _followed(wide: Compressor | Keep, narrow: Compressor | Keep) -> str:
-    """Whose width a compressor's bits are."""
+    """Return the key of `DEFAULT` whose width a compressor's bits are."""
     if isinstance(wide, Keep) or isinstance(narrow, Keep) or wide.bits is None:
         return ""
     names = (CODE,) if wide.gives_derivative and narrow.gives_derivative else (SMOOTH, REST)
@@ -195,7 +189,7 @@ def _followed(wide: Compressor | Keep, narrow: Compressor | Keep) -> str:
 def _by_item(
     trace: _Trace, groups: DisjointSets, slopes: Mapping[tuple[Any, ...], tuple[str, int]]
 ) -> dict[Site, _Trace]:
-    """First site of an item -> its saved tensors, each with its width and its root."""
+    """Map the first site of an item to its saved tensors, each with its width and its root."""
     found: dict[Site, _Trace] = {}
     latest: dict[str, SavedTensor] = {}
     before = None
@@ -213,7 +207,7 @@ def _by_item(
 
 
 def _candidates(schemes: Sequence[_Trace]) -> list[Option]:
-    """Keep, and the Pareto front of all schemes and widths."""
+    """Return `keep`, and the Pareto front of all schemes and widths."""
     keep = _option(schemes[0], DEFAULT)
     found: list[Option] = []
     for tensors in schemes[1:]:
@@ -223,7 +217,7 @@ def _candidates(schemes: Sequence[_Trace]) -> list[Option]:
 
 
 def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
-    """All widths that make a difference, and what the tensors come to at each: [widths, 4]."""
+    """Return all widths that make a difference, and the costs at each: [widths, 4]."""
     fixed, moving = np.zeros(4), dict[str, np.ndarray]()
     for own in tensors:
         if not (name := own.width):
@@ -244,7 +238,7 @@ def _widths(name: str) -> range:
 
 
 def _cost(own: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int, int]:
-    """Bytes, error, bytes moved and calls."""
+    """Return bytes, error, moved bytes and calls."""
     record, nbytes = own.record, own.record.planned
     if own.width:
         nbytes += own.slope * (widths[own.width] - DEFAULT[own.width])
@@ -270,14 +264,14 @@ def _error(own: SavedTensor, root: Compressor) -> float:
 def _at(
     choice: Compressor | Keep, own: SavedTensor, widths: Mapping[str, int]
 ) -> Compressor | Keep:
-    """The compressor at its width."""
+    """Return the compressor at its width."""
     if own.width and not isinstance(choice, Keep):
         return choice.with_width(widths[own.width])
     return choice
 
 
 def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
-    """The option of these widths, with its name and what is done to its sites."""
+    """Return the option of these widths, with its name and the choice for each site."""
     choices: dict[Site, Compressor | Keep] = {}
     names: set[str] = set()
     packed = False
@@ -298,6 +292,6 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
 
 @cache
 def _named(chosen: Compressor) -> str:
-    """As a plan file has it: `group 4`."""
+    """Return the name of a compressor in a plan file: `group 4`."""
     own = compressor_spec(chosen)
     return " ".join(str(own[field]) for field in ("name", "bits") if field in own)

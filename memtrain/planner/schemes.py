@@ -1,4 +1,4 @@
-"""The rules to choose among: schemes for saved tensors, variants for optimizer states."""
+"""Rules of the planner: schemes for saved tensors, variants for optimizer states."""
 
 from collections.abc import Mapping
 
@@ -8,14 +8,14 @@ from memtrain.config.sources import KEEP, ActivationRule, StateRule
 LOSSLESS = "lossless"
 BALANCED = "balanced"
 AGAIN = "recompute"
-"""Option of a block: it keeps its inputs only, and runs again in the backward."""
+"""Option of a block: the backward recomputes it from its inputs."""
 CODES, GROUPS, ONLY_CODES, ONLY_GROUPS = "codes", "groups", "only codes", "only groups"
 SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS)
 """Compressors for each kind of saved tensor. `balanced` is the preset; `codes` gives
 derivative codes to nonlinearities and groups to others; `groups` gives groups also to smooth
-nonlinearities, so that their outputs are computed again; `only ...` keeps the rest."""
+nonlinearities, so that their outputs are recomputed; `only ...` keeps the rest."""
 CODE, SMOOTH, REST = "code", "smooth", "rest"
-"""Of derivative codes; of groups that smooth nonlinearities read; of other groups."""
+"""Widths of derivative codes, of groups for smooth nonlinearities, and of other groups."""
 DEFAULT: Mapping[str, int] = {CODE: 3, SMOOTH: 5, REST: 4}
 """Kind of code -> its bits, 1 to 8: the preset `balanced`'s."""
 NARROW: Mapping[str, int] = {CODE: 1, SMOOTH: FINE, REST: 1}
@@ -52,13 +52,8 @@ _MOMENTUM = "exp_avg|momentum_buffer"
 def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[ActivationRule]:
     """List the rules of a scheme for saved tensors, with widths of its codes and groups.
 
-    All schemes but `keep` take one bit of piecewise-linear nonlinearities, 8 bits where noise would
-    be in an exponent or in a computed weight, and nothing where it would be bias. `balanced` has
-    the default widths.
-
-    Example:
-        >>> [rule.op for rule in activation_rules("only codes")]
-        ['@piecewise', 'dropout|*max_pool*', '@nonlinear']
+    All schemes except `keep` use one bit for piecewise-linear nonlinearities and 8 bits for tensors
+    in an exponent and for computed weights. They keep tensors whose noise would be a bias.
     """
     if scheme == KEEP:
         return []
@@ -80,12 +75,7 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
 
 
 def state_rules(variant: str) -> list[StateRule]:
-    """List the rules of a variant of optimizer states.
-
-    Example:
-        >>> [rule.compressor for rule in state_rules("4-bit")]
-        ['Rank-1/Linear', 'B128/DE']
-    """
+    """List the rules of a variant of optimizer states."""
     first, second = {
         TORCH: ("", ""),
         BITS8: ("B256/DE8", "B256/DE-08"),

@@ -1,10 +1,9 @@
-"""The fastest step, or the least noise, whose peak fits a budget of bytes."""
+"""Search of the fastest plan, or the one with the least noise, whose peak fits a budget."""
 
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
-from math import inf
+from functools import cache
 from typing import Any
 
 import torch
@@ -42,9 +41,9 @@ from memtrain.planner.schemes import STATES, TORCH
 from memtrain.planner.search_space import SearchSpace, gather
 
 ROOM = 0.95
-"""A smaller batch is advised that takes this share of the budget: it gets another plan."""
+"""Share of the budget that an advised smaller batch may take, since it gets another plan."""
 TEMPORARIES = 0.9
-"""This share of temporaries that three plans need, all are taken to need."""
+"""Share of the temporaries of three plans that all plans are assumed to need."""
 
 
 def make_plan(
@@ -157,21 +156,33 @@ def fit(
             "allowed: the model before torch.compile"
         )
     optimizer = inner_optimizer(optimizer)
-    planning = _Planning(model, optimizer, Config() if cfg is None else load(cfg), batch, progress)
-    best, timeline = planning.best(goal, size)
-    peak = timeline.needed
+    config = Config() if cfg is None else load(cfg)
+    candidates = _candidates(model, optimizer, batch, config, goal, progress)
+    listed = best_candidates(candidates, goal.objective)
+    most, count = 3 + len(listed).bit_length(), itertools.count(1)
+
+    @cache
+    def timeline(index: int) -> Timeline:
+        progress("the peak of a plan", next(count), most)
+        return predict(model, optimizer, batch, config_of(listed[index]), goal.options)
+
+    index = first_that_fits(listed, lambda index: timeline(index).needed, size)
+    best, peak = listed[index], timeline(index).needed
     if peak.nbytes > size:
         progress("what would help", 0, 0)
-        resized = partial(planning.largest, best, goal, size)
-        error = partial(planning.enough_error, goal, size)
-        raise DoesNotFit(size, peak, advice(size, peak, batch, goal, resized, error))
+
+        def smaller(what: str, most: int) -> int:
+            room, known = int(ROOM * size), {"optimizer": optimizer, "options": goal.options}
+            return largest(model, batch, config_of(best), room, what=what, most=most, **known).size
+
+        raise DoesNotFit(size, peak, advice(size, peak, batch, goal, smaller))
     progress("the plan's sites", 0, 0)
     return Fit(
         plan=_plan(model, optimizer, config_of(best), batch, goal.options),
         budget=size,
-        timeline=timeline,
+        timeline=timeline(index),
         seconds=best.seconds,
-        plain_seconds=_plain_seconds(optimizer, best.space, goal.rates),
+        plain_seconds=_baseline_seconds(optimizer, best.space, goal.rates),
         error=best.error,
         states=best.states.variant,
         chosen=count_options(best),
@@ -182,20 +193,12 @@ def fit(
 def first_that_fits(
     listed: Sequence[CandidatePlan], peak: Callable[[int], Moment], size: int
 ) -> int:
-    """Find the first plan of a list that fits, or else the smallest that is known.
+    """Return the index of the first plan of a list that fits, or else of the smallest known plan.
 
-    By bisection, up to the smallest of three fixed plans: temporaries may make the last one larger
-    than others. What is too large with a share of the temporaries that these three all need is not
-    predicted. Neither depends on the budget, and what is asked depends on the answers alone; so a
-    larger budget, to which more says yes, never ends further down the list.
-
-    Args:
-        listed: The best first, each smaller without temporaries than those before.
-        peak: Predicts the peak of a plan by its place.
-        size: Bytes.
-
-    Returns:
-        Its place.
+    Plans come best first, each smaller without temporaries than the plans before. Bisection ends at
+    the smallest of three fixed plans, since temporaries may make the last plan larger than others.
+    A plan is not predicted if it is too large with a share of the temporaries that all three need.
+    Both are independent of the budget, so a larger budget never ends further down the list.
     """
     last = len(listed) - 1
     fixed = sorted({last // 2, 3 * last // 4, last})
@@ -211,107 +214,72 @@ def first_that_fits(
     return high
 
 
-class _Planning:
-    """Plans of one model and batch, for one goal or another; what all need is traced once."""
-
-    def __init__(
-        self, model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, progress: Progress
-    ) -> None:
-        self.given = model, optimizer, batch
-        self.config, self.progress = config, progress
-        self.spaces: dict[Any, SearchSpace] = {}
-
-    def best(self, goal: Goal, size: int) -> tuple[CandidatePlan, Timeline]:
-        """The best plan that fits, or else the smallest that is known, and its predicted step."""
-        listed = best_candidates(self._candidates(goal), goal.objective)
-        most, count = 3 + len(listed).bit_length(), itertools.count(1)
-
-        @cache
-        def timeline(index: int) -> Timeline:
-            self.progress("the peak of a plan", next(count), most)
-            return predict(*self.given, config_of(listed[index]), goal.options)
-
-        place = first_that_fits(listed, lambda index: timeline(index).needed, size)
-        return listed[place], timeline(place)
-
-    def largest(self, plan: CandidatePlan, goal: Goal, size: int, what: str, most: int) -> int:
-        """The largest batch, or the longest sequence, whose peak fits well under a plan."""
-        (model, optimizer, batch), options = self.given, goal.options
-        fits = partial(largest, model, batch, config_of(plan), int(ROOM * size), what=what)
-        return fits(optimizer=optimizer, most=most, options=options).size
-
-    def enough_error(self, goal: Goal, size: int) -> float | None:
-        """A `max_error` of 1, 2, 4, ... with which a plan fits; None if more does not help."""
-        most = self._smallest(replace(goal, max_error=inf), size)
-        error = 1.0
-        while most is not None and error < 2 * most:
-            if error > goal.max_error and self._smallest(replace(goal, max_error=error), size):
-                return error
-            error *= 2
-        return None
-
-    def _smallest(self, goal: Goal, size: int) -> float | None:
-        """The error of the smallest plan that is known; None if it does not fit."""
-        plan, timeline = self.best(goal, 0)
-        return plan.error if timeline.needed.nbytes <= size else None
-
-    def _candidates(self, goal: Goal) -> list[CandidatePlan]:
-        """Those of every way to keep weights and gradients."""
-        (model, optimizer, batch), config, progress = self.given, self.config, self.progress
-        names, found = goal.names, []
-        variants = STATES if "quantise" in names else (TORCH,)
-        known: dict[bool, list[States]] = {}
-        solved: dict[Any, list[Solution]] = {}
-        for weights in _settings(config.weights, _weights(model), "weights" in names):
-            held = replace(config, weights=weights)
-            # Float32 masters have float32 states, whatever the dtype of the weights is now.
-            masters = any(p.dtype != torch.float32 for p in training_dtypes(model, held))
-            if masters not in known:
-                progress("optimizer states", 0, 0)
-                known[masters] = gather_states(model, optimizer, held, variants, goal)
-            key = _converts(model, batch, held)
-            if key not in self.spaces:
-                self.spaces[key] = gather(model, optimizer, held, batch, goal, progress)
-            space = self.spaces[key]
-            none = replace(space.plan.config, weights=weights)
-            for gradients in _settings(config.gradients, ("release",), "release" in names):
-                plan = rules.make_plan(model, optimizer, replace(none, gradients=gradients))
-                whole = replace(space, plan=plan)
-                way = key, gradients
-                if way not in solved:
-                    progress("combinations", 0, 0)
-                    solved[way] = solve(priced(whole, goal), goal.max_error, goal.objective)
-                separate_host = goal.options.on_cuda(model)
-                found += candidate_plans(
-                    whole, goal, solved[way], known[masters], separate_host=separate_host
-                )
-        return found
+def _candidates(
+    model: nn.Module,
+    optimizer: Optimizer,
+    batch: Any,
+    config: Config,
+    goal: Goal,
+    progress: Progress,
+) -> list[CandidatePlan]:
+    """List the candidates for each setting of weights and gradients."""
+    candidates: list[CandidatePlan] = []
+    variants = STATES if "quantise" in goal.names else (TORCH,)
+    states: dict[bool, list[States]] = {}
+    spaces: dict[Any, SearchSpace] = {}
+    solved: dict[Any, list[Solution]] = {}
+    for weights in _settings(config.weights, _weights(model), "weights" in goal.names):
+        converted = replace(config, weights=weights)
+        # Float32 masters have float32 states, whatever the dtype of the weights is now.
+        masters = any(p.dtype != torch.float32 for p in training_dtypes(model, converted))
+        if masters not in states:
+            progress("optimizer states", 0, 0)
+            states[masters] = gather_states(model, optimizer, converted, variants, goal)
+        key = _converts(model, batch, converted)
+        if key not in spaces:
+            spaces[key] = gather(model, optimizer, converted, batch, goal, progress)
+        base = replace(spaces[key].plan.config, weights=weights)
+        for gradients in _settings(config.gradients, ("release",), "release" in goal.names):
+            plan = rules.make_plan(model, optimizer, replace(base, gradients=gradients))
+            space = replace(spaces[key], plan=plan)
+            if (key, gradients) not in solved:
+                progress("combinations", 0, 0)
+                segments = priced(space, goal)
+                solved[key, gradients] = solve(segments, goal.max_error, goal.objective)
+            candidates += candidate_plans(
+                space,
+                goal,
+                solved[key, gradients],
+                states[masters],
+                separate_host=goal.options.on_cuda(model),
+            )
+    return candidates
 
 
 def _settings(now: str, others: Sequence[str], allowed: bool) -> list[str]:
-    """Plans to try, the best of equal ones first."""
+    """Return the settings to try, the preferred one first."""
     if not allowed or now != KEEP:
         return [now]
     return [*others] if KEEP in others else [now, *others]
 
 
 def _weights(model: nn.Module) -> tuple[str, ...]:
-    """Ways to keep weights, the truest first: bfloat16 ones lose small updates as they are."""
+    """Return the settings for weights, the most exact first; bfloat16 loses small updates."""
     low = any(p.dtype == torch.bfloat16 for p in model.parameters())
     return ("bf16+8", "bf16+sr", KEEP) if low else (KEEP, "bf16+8", "bf16+sr")
 
 
 def _converts(model: nn.Module, batch: Any, config: Config) -> Any:
-    """Key of a forward's dtypes: the dtype of converted weights and inputs."""
+    """Return the dtype of converted weights and inputs, the key of a forward's dtypes."""
     dtypes = training_dtypes(model, config)
-    given = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
+    inputs = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     changed = any(p.dtype == torch.float32 for p in dtypes)
-    changed |= bool(dtypes) and any(x.dtype == torch.float32 for x in given)
+    changed |= bool(dtypes) and any(x.dtype == torch.float32 for x in inputs)
     return next(iter(dtypes.values())) if changed else None
 
 
-def _plain_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> float:
-    """Of a step of plain PyTorch."""
+def _baseline_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> float:
+    """Return the time of a step of the baseline."""
     n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     states = sum(entry.nbytes for entry in space.plan.entries("state"))
     return 3 * rates.seconds(space.work) + rates.step(optimizer, TORCH, n_params, states)
@@ -320,7 +288,7 @@ def _plain_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> fl
 def _plan(
     model: nn.Module, optimizer: Optimizer, config: Config, batch: Any, step: StepOptions
 ) -> Plan:
-    """The plan without the sites that only other options have."""
+    """Return the plan without sites that only other options have."""
     plan = rules.make_plan(model, optimizer, config)
     choices: dict[Site, Compressor | Keep] = {}
     with conditions(model, step):

@@ -1,4 +1,4 @@
-"""Everything that a plan for one model and batch chooses among."""
+"""The choices of a plan for one model and batch."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,18 +20,17 @@ from memtrain.planner.schemes import AGAIN
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The options of every saved tensor, of every block and of every optimizer state."""
+    """The options of every saved tensor and block."""
 
     segments: list[Segment]
-    """Of the forward, in its order."""
+    """The segments of the forward, in order."""
     work: Work
-    """Of the whole forward."""
     plan: Plan
-    """That keeps everything; its config says what is done to weights and gradients."""
+    """A plan that keeps everything; its config has the settings of weights and gradients."""
 
     @property
     def items(self) -> list[Item]:
-        """Of all segments, in order."""
+        """The items of all segments, in order."""
         return [item for segment in self.segments for item in segment.items]
 
 
@@ -64,7 +63,7 @@ def gather(
 
 
 def _input_bytes(plan: Plan, model: nn.Module, batch: Any, paths: list[str]) -> dict[str, int]:
-    """Recomputed module -> bytes of the inputs that it keeps, where all of `paths` are."""
+    """Map each module to the bytes of the inputs that it keeps if all `paths` are recomputed."""
     every = replace(plan.config.activations, recompute=paths)
     plan = replace(plan, config=replace(plan.config, activations=every))
     found: dict[str, int] = {}
@@ -77,7 +76,7 @@ def _input_bytes(plan: Plan, model: nn.Module, batch: Any, paths: list[str]) -> 
 def _segments(
     model: nn.Module, items: Sequence[Item], paths: Sequence[str], again: Mapping[str, Option]
 ) -> list[Segment]:
-    """Items in their blocks; what is between two blocks is a segment that cannot be recomputed."""
+    """Sort items into blocks; items between two blocks are a segment that cannot be recomputed."""
     segments: list[Segment] = []
     for item in items:
         owners = {_owner(site.module, paths) for site in item.sites}

@@ -68,13 +68,6 @@ class DecoderBlock(nn.Module):
 class GPT(nn.Module):
     """A byte-level pre-norm decoder whose output layer is tied to its embedding.
 
-    Args:
-        layers: Number of blocks.
-        width: Channels; a multiple of `heads`.
-        heads: Number of attention heads.
-        context: Longest sequence, in tokens.
-        dropout: Applied to the embeddings and to each branch.
-
     Raises:
         ValueError: For a value out of range.
 

@@ -164,11 +164,6 @@ def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: 
 def py(*, path: str) -> nn.Module:
     """Call a user-defined function for a model.
 
-    Args:
-        path: `package.module:function`; it takes no argument, and returns a model that is called
-            with a batch's tensors by name (`input_ids`, `labels` ...) and returns its loss, or an
-            output with a `loss`.
-
     Raises:
         ValueError: If there is no such function, or it raises.
         TypeError: If it returns something else.

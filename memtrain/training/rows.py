@@ -22,14 +22,6 @@ def generator(seed: int, split: str, index: int) -> torch.Generator:
 class Rows:
     """Rows in epochs of seeded order; validation batches go through the held-out rows in turn.
 
-    Args:
-        count: Number of rows, all of the same shapes.
-        collate: Maps numbers of rows to the model's keyword arguments.
-        validation: Fraction of the rows that is held out; 0 holds none out.
-        seed: Seeds the split and the order.
-        unit: `rows` or `tokens`, for printed speeds.
-        tokenizer: The tokenizer of a text; saved beside the model.
-
     Raises:
         ValueError: If there are too few rows.
     """

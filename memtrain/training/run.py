@@ -57,13 +57,6 @@ class Metrics(NamedTuple):
 class Run:
     """The training run of the baseline (`plain`) or of the wrapped model.
 
-    Args:
-        name: `"plain"` or `"wrapped"`.
-        config: The whole config.
-        source: The data.
-        fit: The wrapped run's plan, if one was made for the budget before.
-        predict: Whether to predict the peak of a step on the longest batch without a budget.
-
     Raises:
         ValueError: For a model, optimizer, plan or device that the config gets wrong, or a budget
             that nothing fits.

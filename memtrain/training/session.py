@@ -39,11 +39,6 @@ class Session:
     The constructor checks everything that can be checked before training: the config, the data,
     each model and its plan, and that the folder can be written.
 
-    Args:
-        config: The whole config.
-        state: A checkpoint's content, to continue from it.
-        console: Output for progress and the table.
-
     Raises:
         ValueError: For an error in the config.
         OSError: If the output folder cannot be made.
@@ -105,9 +100,6 @@ class Session:
 
     def train(self) -> dict[str, dict[str, Any]]:
         """Do all runs that are not done yet.
-
-        Returns:
-            Run name -> `Run.summary()`.
 
         Raises:
             KeyboardInterrupt: After SIGINT, SIGTERM or `stop()`; a checkpoint has been written, and

@@ -1,12 +1,11 @@
-"""torch's CUDA caching allocator, simulated: what it takes of a device for a list of events.
+"""Simulation of torch's CUDA caching allocator for a list of events.
 
 The rules are those of c10/cuda/CUDACachingAllocator.cpp, for one stream. A request is rounded up to
-512 bytes. Requests of 1 MiB at most are cut from segments of 2 MiB; requests below 10 MiB from
-segments of 20 MiB; larger ones get a segment of their own, rounded up to 2 MiB. A free block serves
-the smallest request that fits best, and is split where enough remains. Freed neighbours merge. When
-the device has no memory left, cached segments that are wholly free are given back, and the request
-is tried again. With expandable segments a pool has one segment, which grows by pages of 2 or
-20 MiB.
+512 bytes. Requests of at most 1 MiB are cut from segments of 2 MiB; requests below 10 MiB from
+segments of 20 MiB; larger requests get a separate segment, rounded up to 2 MiB. The best-fitting
+free block serves a request, and is split if enough remains. Freed neighbours merge. If the device
+has no memory left, segments without used blocks are released, and the request is repeated. With
+expandable segments a pool has one segment, which grows by pages of 2 or 20 MiB.
 """
 
 import os
@@ -14,25 +13,23 @@ from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
+
 from memtrain.audit.peak.timeline import NO_STORAGE, NOTHING, STATES, WEIGHTS, Event
 
 UNIT = 512
-"""Requests take a multiple of so many bytes (kMinBlockSize)."""
+"""Requests are rounded up to a multiple of this (kMinBlockSize)."""
 SMALL, SMALL_SEGMENT = 2**20, 2 * 2**20
 """The largest request of the small pool (kSmallSize), and its segments (kSmallBuffer)."""
 LARGE, LARGE_SEGMENT = 10 * 2**20, 20 * 2**20
-"""From `LARGE` on a request has a segment of its own (kMinLargeAlloc, kLargeBuffer)."""
+"""The smallest request with a separate segment (kMinLargeAlloc), and smaller ones' segments."""
 ROUND_LARGE = 2 * 2**20
-"""Own segments take a multiple of so many bytes (kRoundLarge)."""
-
-
-class OutOfMemoryError(Exception):
-    """The simulated device has no memory left."""
+"""Separate segments are rounded up to a multiple of this (kRoundLarge)."""
 
 
 @dataclass
 class _Block:
-    """A part of a segment; `before` and `after` are its neighbours there."""
+    """A part of a segment, with its neighbours."""
 
     address: int
     nbytes: int
@@ -44,14 +41,10 @@ class _Block:
 
 @dataclass
 class CachingAllocator:
-    """One stream's blocks of a device.
+    """The blocks of one stream on a device with `capacity` bytes (None: without limit).
 
-    Args:
-        capacity: Bytes of the device for segments; None: without limit.
-        expandable: As `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`.
-
-    Raises:
-        OutOfMemoryError: From `allocate`, where the capacity does not suffice.
+    `expandable` is `PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True`. `allocate` raises
+    `torch.OutOfMemoryError` if the capacity is too small.
 
     Example:
         >>> allocator = CachingAllocator()
@@ -66,7 +59,7 @@ class CachingAllocator:
     capacity: int | None = None
     expandable: bool = False
     allocated: int = 0
-    """Bytes of blocks that are used."""
+    """Bytes of used blocks."""
     reserved: int = 0
     """Bytes of segments."""
     peak_allocated: int = 0
@@ -79,7 +72,7 @@ class CachingAllocator:
     """With expandable segments: the last block of each pool's segment."""
 
     def allocate(self, nbytes: int) -> _Block:
-        """Take a block of at least so many bytes."""
+        """Return a block of at least `nbytes`."""
         size = max(UNIT, -(-nbytes // UNIT) * UNIT)
         small = size <= SMALL
         block = self._best_fit(size, small) or self._grow(size, small)
@@ -92,7 +85,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: _Block) -> None:
-        """Give a block back, merged with free neighbours."""
+        """Free a block, and merge it with free neighbours."""
         block.used = False
         self.allocated -= block.nbytes
         for other in (block.before, block.after):
@@ -101,8 +94,8 @@ class CachingAllocator:
                 self._merge(block, other)
         self._put(block)
 
-    def give_back(self) -> None:
-        """Return segments that are wholly free to the device, as `torch.cuda.empty_cache` does."""
+    def empty_cache(self) -> None:
+        """Release segments without used blocks, as `torch.cuda.empty_cache`."""
         for block in [*self._blocks.values()]:
             if block.before is None and block.after is None:
                 self._take(block)
@@ -125,15 +118,15 @@ class CachingAllocator:
 
     def _best_fit(self, size: int, small: bool) -> _Block | None:
         free = self._free[small]
-        place = bisect_left(free, (size, 0))
-        if place == len(free):
+        index = bisect_left(free, (size, 0))
+        if index == len(free):
             return None
-        block = self._blocks[free[place][1]]
+        block = self._blocks[free[index][1]]
         self._take(block)
         return block
 
     def _grow(self, size: int, small: bool) -> _Block:
-        """A new segment, or more pages of the pool's."""
+        """Return a new segment, or new pages of the pool's segment."""
         if self.expandable:
             return self._expand(size, small)
         if small:
@@ -167,9 +160,9 @@ class CachingAllocator:
 
     def _reserve(self, nbytes: int) -> None:
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
-            self.give_back()
+            self.empty_cache()
         if self.capacity is not None and self.reserved + nbytes > self.capacity:
-            raise OutOfMemoryError
+            raise torch.OutOfMemoryError("simulated")
         self.reserved += nbytes
         self.peak_reserved = max(self.peak_reserved, self.reserved)
 
@@ -206,7 +199,7 @@ class CachingAllocator:
 
 
 def expandable_segments() -> bool:
-    """Whether `PYTORCH_CUDA_ALLOC_CONF` (or `PYTORCH_ALLOC_CONF`) asks for expandable segments."""
+    """Return whether an environment variable requests expandable segments."""
     names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
     return any("expandable_segments:true" in os.environ.get(name, "").lower() for name in names)
 
@@ -214,27 +207,19 @@ def expandable_segments() -> bool:
 def reserved_nbytes(
     events: Sequence[Event], categories: Sequence[str], workspaces: Iterable[int] = ()
 ) -> int:
-    """The smallest capacity found under which two steps run, by simulating the allocator.
+    """Return the smallest reserved bytes with which two simulated steps run, to 1%, by bisection.
 
-    Without a limit the allocator caches more than a step needs. So a capacity halfway between what
-    is live and what an unlimited device caches is tried, and so on, to 1%.
-
-    Args:
-        events: Of one step, as a recorder lists them; those at its start are what is there before.
-        categories: Of each storage, by its number.
-        workspaces: Bytes that libraries allocate once and keep.
-
-    Returns:
-        Bytes of segments.
+    Without a limit the allocator caches more than a step needs. `events` and `categories` are those
+    of a recorder; `workspaces` are bytes that libraries allocate once and keep.
     """
-    held = [*workspaces]
-    free = run_steps(events, categories, held, None)
+    workspaces = [*workspaces]
+    free = run_steps(events, categories, workspaces, None)
     low, high = free.peak_allocated, free.peak_reserved
     while high - low > max(high // 100, ROUND_LARGE):
         middle = (low + high) // 2
         try:
-            high = run_steps(events, categories, held, middle).peak_reserved
-        except OutOfMemoryError:
+            high = run_steps(events, categories, workspaces, middle).peak_reserved
+        except torch.OutOfMemoryError:
             low = middle
     return high
 
@@ -245,11 +230,7 @@ def run_steps(
     workspaces: Sequence[int] = (),
     capacity: int | None = None,
 ) -> CachingAllocator:
-    """Let a simulated allocator serve two steps, and return it.
-
-    The arguments are those of `reserved_nbytes`, and the device's bytes for segments (None: without
-    limit). Raises `OutOfMemoryError` where these do not suffice.
-    """
+    """Return the allocator after two simulated steps; arguments as for `reserved_nbytes`."""
     allocator = CachingAllocator(capacity, expandable_segments())
     begin = next((k for k, event in enumerate(events) if event[0] == NO_STORAGE), 0)
     blocks: _Blocks = {}
@@ -258,11 +239,11 @@ def run_steps(
         allocator.allocate(nbytes)
     before = {*blocks}
     for _ in range(2):
-        left = {one: blocks.pop(one) for one in [*blocks] if one not in before}
-        # Gradients go before the next step begins; a new state replaces the one of this step.
-        for storage in [one for one in left if categories[one] not in _LASTING]:
-            allocator.free(left.pop(storage)[1])
-        _serve(allocator, blocks, left, events[begin:], categories)
+        remaining = {key: blocks.pop(key) for key in [*blocks] if key not in before}
+        # Gradients are freed before the next step; a new state replaces the state of this step.
+        for storage in [key for key in remaining if categories[key] not in _LASTING]:
+            allocator.free(remaining.pop(storage)[1])
+        _serve(allocator, blocks, remaining, events[begin:], categories)
     return allocator
 
 
@@ -277,7 +258,7 @@ def _serve(
     events: Iterable[Event],
     categories: Sequence[str],
 ) -> None:
-    """Allocate and free; what takes the place of a storage of the step before frees that one."""
+    """Allocate and free; a storage that replaces one of the previous step frees that one."""
     for storage, delta, _, _ in events:
         if storage == NO_STORAGE or categories[storage] == NOTHING:
             continue

@@ -1,8 +1,8 @@
-"""CUDA forms of the functions that save other tensors on CUDA than on the CPU.
+"""CUDA forms of functions that save other tensors on CUDA than on the CPU.
 
 Fake CUDA tensors need a CUDA build of torch, so a step is always simulated on the CPU. Under
-`CudaForms` the functions of `CUDA_FORMS` run in the form that a CUDA device would choose;
-memtrain's own ask `kernels.dispatch` for which device they are simulated.
+`CudaForms` the functions of `CUDA_FORMS` run as on a CUDA device. memtrain's ops ask
+`kernels.dispatch` for the simulated device.
 """
 
 import math
@@ -21,15 +21,15 @@ from memtrain.activations.saved.known_ops import stand_in
 from memtrain.audit.peak.timeline import Phase
 
 CUBLAS = 4096 * 1024 * 2 + 16 * 1024 * 8
-"""Bytes of a cuBLAS workspace (`:4096:2:16:8`, torch's default but for `LARGE`)."""
+"""Bytes of a cuBLAS workspace (`:4096:2:16:8`, torch's default except for `LARGE`)."""
 CUBLAS_SM90 = 4096 * 1024 * 8
-"""The same for the capabilities of `LARGE` (`:4096:8`)."""
+"""Bytes of a cuBLAS workspace for the capabilities of `LARGE` (`:4096:8`)."""
 LARGE = (9, 10, 12)
-"""Major compute capabilities, Hopper and Blackwell, where torch gives cuBLAS 32 MiB."""
+"""Major compute capabilities, Hopper and Blackwell, with a workspace of 32 MiB."""
 FLASH_ROWS = 128
-"""Flash attention's backward pads the sequence to a multiple of so many rows."""
+"""Flash attention's backward pads the sequence to a multiple of this."""
 BIAS_ALIGNMENT = 8
-"""Rows of a bias begin at multiples of so many elements, for the memory-efficient kernel."""
+"""Rows of a bias begin at multiples of this, for the memory-efficient kernel."""
 HALVES = (torch.float16, torch.bfloat16)
 # torch's documentation, "CUDA Ops that can autocast to float32"; those of the second set take
 # float32 as the dtype of their result.
@@ -46,37 +46,25 @@ _FLOAT32_RESULT = {"softmax", "log_softmax", "softmin", "cumsum", "cumprod", "pr
 
 
 def workspaces(device: str) -> dict[Phase, int]:
-    """Bytes that cuBLAS holds: a workspace per thread, the forward's and the backward's.
+    """Return the bytes of cuBLAS's workspaces: one for each thread, forward and backward.
 
-    For `cuda` the current device's capability decides, where there is one.
-
-    Example:
-        >>> workspaces("cuda:sm_90")["backward"] // 2**20
-        64
+    For `cuda` the capability of the current device decides, if there is one.
 
     Reference:
         torch's aten/src/ATen/cuda/CublasHandlePool.cpp, parseChosenWorkspaceSize.
     """
-    chosen = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
+    sizes = re.findall(r":(\d+):(\d+)", os.environ.get("CUBLAS_WORKSPACE_CONFIG", ""))
     large = device == "cuda:sm_90"
     if device == "cuda" and torch.cuda.is_available():
         large = torch.cuda.get_device_capability()[0] in LARGE
-    one = CUBLAS_SM90 if large else CUBLAS
-    if chosen:  # torch takes its sum, in KiB, on every device
-        one = sum(int(size) * int(count) * 1024 for size, count in chosen)
-    return {"forward": one, "backward": 2 * one, "step": 2 * one}
+    nbytes = CUBLAS_SM90 if large else CUBLAS
+    if sizes:  # torch takes their sum, in KiB, on every device
+        nbytes = sum(int(size) * int(count) * 1024 for size, count in sizes)
+    return {"forward": nbytes, "backward": 2 * nbytes, "step": 2 * nbytes}
 
 
 class CudaForms(TorchFunctionMode):
-    """Runs dropout, attention, group norms and what autocast keeps in float32 as CUDA does.
-
-    Example:
-        >>> x = torch.ones(4, requires_grad=True)
-        >>> with CudaForms():
-        ...     y = torch.nn.functional.dropout(x, 0.5)
-        >>> y.grad_fn.name()
-        'NativeDropoutBackward0'
-    """
+    """Runs dropout, attention, group norms and autocast's float32 functions as CUDA does."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one torch function."""
@@ -106,7 +94,7 @@ def _widened(x: Tensor) -> Tensor:
 
 
 def _dropout(x: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Any:
-    """A mask of bools, one byte an element; the CPU keeps one of floats."""
+    """Dropout with a mask of bools; the CPU saves a mask of floats."""
     if inplace or not training or p in (0, 1) or not isinstance(x, Tensor):
         return None
     return torch.native_dropout(x, p, True)[0]
@@ -121,7 +109,7 @@ def _attention(
     is_causal: bool = False,
     **options: Any,
 ) -> Any:
-    """A fused kernel, with dropout and with a mask too, where the CPU writes attention out."""
+    """Attention by a fused kernel, also with dropout or a mask; the CPU uses separate ops."""
     masked = attn_mask is not None and attn_mask.requires_grad
     if masked or query.dim() != 4 or query.dtype == torch.float64:
         return None
@@ -133,9 +121,9 @@ def _attention(
 
 
 def _bias(mask: Tensor, query: Tensor, key: Tensor) -> Tensor:
-    """The bias that the memory-efficient kernel is given of a mask, made anew for each call.
+    """Return the memory-efficient kernel's bias for a mask, which is made in each call.
 
-    cuDNN's, which Hopper may prefer for halves, is given the same without the padding.
+    cuDNN, which Hopper may use for 16-bit floats, gets the bias without padding.
 
     Reference:
         torch's aten/src/ATen/native/transformers/attention.cpp, convert_boolean_attn_mask and
@@ -159,7 +147,7 @@ def _results(query: Tensor, key: Tensor, value: Tensor, **_: Tensor | None) -> l
 
 
 class _FusedAttention(torch.autograd.Function):
-    """Saves and allocates as flash or memory-efficient attention does; it computes nothing."""
+    """Saves and allocates as flash or memory-efficient attention, without computing."""
 
     @staticmethod
     def forward(
@@ -175,27 +163,27 @@ class _FusedAttention(torch.autograd.Function):
         query, key, value, _, _, _ = ctx.saved_tensors
         batch, heads, rows, width = query.shape
         padded = -(-rows // FLASH_ROWS) * FLASH_ROWS
-        held = [query.new_empty(batch, heads, padded, dtype=torch.float32)]
+        buffers = [query.new_empty(batch, heads, padded, dtype=torch.float32)]
         if query.dtype in HALVES:  # the query's gradient is summed in float32
             size = (batch, heads, padded, -(-width // 32) * 32)
-            held.append(query.new_empty(size, dtype=torch.float32))
-        grouped = key.shape[1] != heads  # keys shared by several heads: gradients of each first
+            buffers.append(query.new_empty(size, dtype=torch.float32))
+        grouped = key.shape[1] != heads  # keys shared by several heads: first a gradient per head
         wide = [x.new_empty(batch, heads, *x.shape[2:]) for x in (key, value) if grouped]
         result = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value), None, None
-        del held, wide  # alive beside the gradients
+        del buffers, wide  # alive with the gradients
         return result
 
 
 stand_in(_FusedAttention, _results)
 
 
-def _group_norm(input: Any, num_groups: int, *given: Any, **options: Any) -> Any:
-    """A copy in rows, which is saved: CUDA's kernels know no channels-last, the CPU's do."""
+def _group_norm(input: Any, num_groups: int, *args: Any, **options: Any) -> Any:
+    """Group norm of a contiguous copy, which is saved: CUDA's kernels have no channels-last."""
     if not isinstance(input, Tensor) or input.is_contiguous():
         return None
     wide = _widened(input) if torch.is_autocast_enabled("cpu") else input
     with CudaForms():
-        return torch.group_norm(wide.contiguous(), num_groups, *given, **options)
+        return torch.group_norm(wide.contiguous(), num_groups, *args, **options)
 
 
 CUDA_FORMS: Mapping[str, Callable[..., Any]] = {
@@ -203,4 +191,4 @@ CUDA_FORMS: Mapping[str, Callable[..., Any]] = {
     "group_norm": _group_norm,
     "scaled_dot_product_attention": _attention,
 }
-"""Name of a torch function -> its CUDA form; None from it: as on the CPU."""
+"""Name of a torch function -> its CUDA form, which returns None if CUDA equals the CPU."""

@@ -1,16 +1,16 @@
-"""Bytes that an op holds on the CPU while it runs, besides its arguments and its results.
+"""Bytes that an op on the CPU allocates and frees while it runs.
 
-A dispatch mode sees the results of an op, not what the op allocates and frees while it runs. Each
-kernel of memtrain declares these bytes at its registration (`kernels.dispatch.register`); torch's
-ops are declared here. If the bytes depend on a library and the processor (`COUNTED`: convolutions,
-norms, losses), the op runs once on zeros in a separate thread, and its allocations are counted.
-`benchmarks/peaks.py` and `tests/audit/peak/test_held_inside.py` compare declared and real bytes.
+A dispatch mode sees only the results of an op. Kernels of memtrain declare these bytes at their
+registration (`kernels.dispatch.register`); torch's ops are declared here. If the bytes depend on a
+library and the processor (`COUNTED`: convolutions, norms, losses), the op runs once on zeros in a
+separate thread, and its allocations are counted. `benchmarks/peaks.py` and
+`tests/audit/peak/test_held_inside.py` compare declared and real bytes.
 """
 
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, partial, reduce
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,20 +21,11 @@ from memtrain.audit.allocations import Allocations
 from memtrain.kernels.dispatch import INSIDE, INSIDE_CUDA
 
 SAMPLE = 16 * 2**20
-"""An op of larger maps runs with fewer samples, and its bytes are extrapolated."""
+"""For larger inputs, the op runs with fewer samples, and its bytes are extrapolated."""
 
 
 def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes that an op on the CPU holds at most besides what is alive when it has run.
-
-    Args:
-        func: An op, as a dispatch mode is given it.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
-        result: What it returned.
-
-    Returns:
-        Bytes; 0 of an op that declares nothing.
+    """Return the most bytes that an op on the CPU allocates and frees while it runs, or 0.
 
     Example:
         >>> x, mask = torch.ones(8), torch.ones(8, dtype=torch.bool)
@@ -50,48 +41,48 @@ def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
 
 
 def held_on_cuda(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Bytes that an op on CUDA holds likewise; 0 of torch's ops, of which nothing is known."""
-    own = INSIDE_CUDA.get(func._schema.name)
-    return 0 if own is None else own(*args, **kwargs)
+    """Return these bytes for an op on CUDA; 0 for torch's ops, which are unknown."""
+    declared = INSIDE_CUDA.get(func._schema.name)
+    return 0 if declared is None else declared(*args, **kwargs)
 
 
 def _casts(args: Any, kwargs: Any, result: Any) -> int:
-    """Operands of another dtype than the op computes in are cast first, whole."""
-    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
-    dtypes = {x.dtype for x in given}
+    """Copies of operands in the dtype of the computation."""
+    operands = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor) and x.dim()]
+    dtypes = {x.dtype for x in operands}
     if len(dtypes) > 1:
         common = reduce(torch.promote_types, dtypes)
     elif dtypes and result.dtype != torch.bool:
         common = torch.promote_types(result.dtype, *dtypes)  # of integers and a float number
     else:
         return 0
-    held = sum(x.numel() for x in given if x.dtype != common)
-    if given[0].dtype != common and result is given[0]:  # in place: cast back from a result
-        held += result.numel()
-    return held * common.itemsize
+    count = sum(x.numel() for x in operands if x.dtype != common)
+    if operands[0].dtype != common and result is operands[0]:  # in place: cast back from a result
+        count += result.numel()
+    return count * common.itemsize
 
 
 def _accumulated(args: Any, kwargs: Any, result: Any) -> int:
-    """A reduction casts what it reads to the dtype that it adds up in, whole."""
+    """A copy of a reduction's input in the accumulation dtype."""
     x, dtype = args[0], result.dtype
     return x.numel() * dtype.itemsize if x.dtype != dtype else 0
 
 
 def _averaged(args: Any, kwargs: Any, result: Any) -> int:
-    """`mean` of 16-bit floats is that of a float32 copy."""
+    """A float32 copy for the mean of 16-bit floats."""
     if args[0].dtype in (torch.float16, torch.bfloat16):
         return 4 * args[0].numel()
     return _accumulated(args, kwargs, result)
 
 
 def _product(places: Sequence[int], args: Any, kwargs: Any, result: Any) -> int:
-    """Operands whose rows or columns are not one after another are copied, matrix by matrix."""
-    given = [args[place] for place in places if args[place].numel()]
-    return sum(x.shape[-2:].numel() * x.element_size() for x in given if not _is_matrix(x))
+    """Copies, one matrix at a time, of operands that BLAS cannot read."""
+    operands = [args[place] for place in places if args[place].numel()]
+    return sum(x.shape[-2:].numel() * x.element_size() for x in operands if not _is_matrix(x))
 
 
 def _is_matrix(x: Tensor) -> bool:
-    """Whether BLAS can read a matrix, or each matrix of a batch, where it lies."""
+    """Return whether BLAS can read a matrix, or each matrix of a batch, without a copy."""
     (rows, columns), (down, across) = x.shape[-2:], x.stride()[-2:]
     return (across == 1 and down >= max(1, columns)) or (down == 1 and across >= max(1, rows))
 
@@ -104,7 +95,7 @@ def _attention(args: Any, kwargs: Any, result: Any) -> int:
 
 
 def _attention_backward(args: Any, kwargs: Any, result: Any) -> int:
-    """Two blocks of scores per thread, and a copy of a gradient that is not sample by sample."""
+    """Two blocks of scores per thread, and a copy of a gradient that is not contiguous."""
     gradient, query, key = args[:3]
     rows, columns = _split(query.shape[2], key.shape[2])
     copied = 0 if gradient.transpose(1, 2).is_contiguous() else gradient.nbytes
@@ -117,82 +108,81 @@ def _split(queries: int, keys: int) -> tuple[int, int]:
     return min(rows, queries), min(512, keys)
 
 
-class _Zeros(NamedTuple):
-    """The metadata of a tensor to allocate."""
-
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-
-
 def _counted(func: Any, args: Any, kwargs: Any, result: Any, batched: Sequence[int]) -> int:
-    """Bytes that an op is seen to hold, on zeros; linear in the samples where they are too many."""
+    """Count the bytes of a run on zeros; extrapolate linearly if there are too many samples."""
     samples = len(args[0]) if args[0].dim() else 1
-    given = [args[place] for place in batched], result
-    most = max(x.nbytes for x in tree_leaves(given) if isinstance(x, Tensor)) // max(1, samples)
+    tensors = [x for x in (*(args[k] for k in batched), *tree_leaves(result)) if torch.is_tensor(x)]
+    most = max(x.nbytes for x in tensors) // max(1, samples)
     if not most:
         return 0
 
-    def held(count: int) -> int:
+    def run(count: int) -> int:
         fewer = {samples: count}
-        given = tuple(_described(x, fewer if k in batched else {}) for k, x in enumerate(args))
-        named = tuple((name, _described(x, fewer)) for name, x in kwargs.items())
+        inputs = tuple(_metadata(x, fewer if k in batched else {}) for k, x in enumerate(args))
+        named = tuple((name, _metadata(x, fewer)) for name, x in kwargs.items())
         # The last two choose among kernels.
-        return _run(func, given, named, torch.get_num_threads(), torch.backends.mkldnn.enabled)
+        return _run(func, inputs, named, torch.get_num_threads(), torch.backends.mkldnn.enabled)
 
     count = max(1, min(samples, SAMPLE // most))
-    nbytes, less = held(count), count - max(1, count // 4)  # few samples may hold other things most
+    nbytes, less = run(count), count - max(1, count // 4)  # few samples may need other buffers
     if count < samples:
-        slope = (nbytes - held(less)) / (count - less) if less else nbytes
+        slope = (nbytes - run(less)) / (count - less) if less else nbytes
         nbytes += int((samples - count) * slope)
     return nbytes
 
 
-def _described(x: Any, fewer: Mapping[int, int]) -> Any:
-    """An argument as a key of a cache, with `fewer` samples for so many."""
+def _metadata(x: Any, fewer: Mapping[int, int]) -> Any:
+    """Return an argument as a cache key, a tensor as shape, stride and dtype.
+
+    `fewer` maps the number of samples to a smaller one.
+    """
     if not isinstance(x, Tensor | list):
         return x
     whole = (*(x.shape if isinstance(x, Tensor) else x),)
     shape = (*(fewer.get(n, n) for n in whole[:1]), *whole[1:])
-    return _Zeros(shape, x.stride(), x.dtype) if isinstance(x, Tensor) else shape
+    return (shape, x.stride(), x.dtype) if isinstance(x, Tensor) else shape
 
 
 @cache
-def _run(func: Any, given: Any, kwargs: Any, threads: int, mkldnn: bool) -> int:
-    """Run an op, and count what it allocates beside its result."""
+def _run(func: Any, inputs: Any, kwargs: Any, threads: int, mkldnn: bool) -> int:
+    """Run an op on zeros, and return the bytes that it allocates besides its result."""
 
     def run() -> int:
-        args = [_zeros(x) if isinstance(x, _Zeros) else x for x in given]
-        named = {name: _zeros(x) if isinstance(x, _Zeros) else x for name, x in kwargs}
+        args = [_zeros(x) for x in inputs]
+        named = {name: _zeros(x) for name, x in kwargs}
         with Allocations(torch.device("cpu")) as live:
             _result = func(*args, **named)
             return live.peak_nbytes - live.nbytes()
 
-    with ThreadPoolExecutor(1) as thread:  # the modes and the profiler of this thread are not its
+    with ThreadPoolExecutor(1) as thread:  # without the modes and the profiler of this thread
         return thread.submit(run).result()
 
 
-def _zeros(of: _Zeros) -> Tensor:
-    last = sum((n - 1) * step for n, step in zip(of.shape, of.stride, strict=True))
-    return torch.zeros(last + 1, dtype=of.dtype).as_strided(of.shape, of.stride)
+def _zeros(x: Any) -> Any:
+    """Allocate a tensor from its metadata; return other arguments."""
+    if not (isinstance(x, tuple) and x and isinstance(x[-1], torch.dtype)):
+        return x
+    shape, stride, dtype = x
+    last = sum((n - 1) * step for n, step in zip(shape, stride, strict=True))
+    return torch.zeros(last + 1, dtype=dtype).as_strided(shape, stride)
 
 
 def _lstm(args: Any, kwargs: Any, result: Any) -> int:
-    """The gates of all steps, and the weights in the layout of oneDNN's kernel."""
+    """The gates of all steps, and the weights in oneDNN's layout."""
     x, weight, recurrent = args[:3]
     gates = row_nbytes(GATES * recurrent.shape[1], x.element_size()) * x.shape[:2].numel()
     return gates + weight.nbytes + recurrent.nbytes
 
 
 def _lstm_backward(args: Any, kwargs: Any, result: Any) -> int:
-    """The gradients of the weights in that layout too, and a copy of a gradient with gaps."""
+    """As `_lstm`, with the weights' gradients, and a copy of a gradient with gaps."""
     dy = args[10]
     copied = 0 if dy is None or dy.is_contiguous() else dy.nbytes
     return _lstm(args, kwargs, result) + args[1].nbytes + args[2].nbytes + copied
 
 
 def _copied(args: Any, kwargs: Any, result: Any) -> int:
-    """A contiguous copy of what has gaps."""
+    """A contiguous copy of an input with gaps."""
     return 0 if args[0].is_contiguous() else args[0].nbytes
 
 
@@ -217,7 +207,7 @@ TORCH: Mapping[str, Callable[[Any, Any, Any], int]] = {
     "aten::mkldnn_rnn_layer": _lstm,
     "aten::mkldnn_rnn_layer_backward": _lstm_backward,
 }
-"""Name of one of torch's ops -> the bytes that it holds inside, of arguments and result."""
+"""Name of one of torch's ops -> its bytes, from arguments and result."""
 COUNTED: Mapping[str, Sequence[int]] = {
     **{f"aten::{name}": (0,) for name in ("convolution", "im2col", "col2im", "roll", "abs")},
     **{f"aten::{name}": (0,) for name in (*_SOFTMAX, "_safe_softmax", "logsumexp")},

@@ -30,29 +30,19 @@ def measure(
     cfg: Any = None,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Timeline:
-    """Run two training steps and ask torch's allocators for the peak of the second.
+    """Run two training steps and read the peak of the second from torch's allocators.
 
-    The steps run as they do without a measurement: no mode or hook is added, unlike in `predict`.
-    On a CPU torch's profiler reports each allocation of this thread, those inside ops too. On CUDA
-    the caching allocator reports the peak of each phase. Afterwards weights, buffers, gradients,
-    attributes and random states are as before; a copy of the optimizer steps.
+    Unlike in `predict`, no mode or hook is added. On a CPU torch's profiler reports each allocation
+    of this thread, also inside ops. On CUDA the caching allocator reports the peak of each phase.
+    Afterwards weights, buffers, gradients, attributes and random states are as before; a copy of
+    the optimizer steps. Weights and buffers are copied to host memory meanwhile.
 
-    Args:
-        model: Real; not wrapped. Compiled or not.
-        optimizer: Its optimizer; all its parameters must be the model's.
-        batch: What the model is called with, on its device.
-        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
-        options: Autocast, and the loss; the device is the model's.
-
-    Returns:
-        One moment per phase, the highest.
+    The model is real, compiled or not, and not wrapped. The batch is on its device. The optimizer
+    has no parameters of other models. The result has one moment per phase, the highest.
 
     Raises:
-        ValueError: If the model is fake or wrapped, or for a config that is not valid.
-        TypeError: If the batch holds no tensor.
-
-    Memory:
-        That of the steps, and a copy of weights and buffers in host memory.
+        ValueError: If the model is fake or wrapped, or the config is not valid.
+        TypeError: If the batch has no tensor.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
@@ -75,7 +65,7 @@ def measure(
         highest[now] = max(highest.get(now, (0, "")), live.restart())
         now = phase
 
-    with _put_back(inner), Allocations(device) as live:
+    with _restored(inner), Allocations(device) as live:
         live.adopt([x for x in (*weight_tensors(inner), *inputs) if x.device == device])
         optimizer = copy_optimizer(optimizer, {id(p): p for p in inner.parameters()})
         if cfg is not None:
@@ -106,8 +96,8 @@ def _moment(phase: Phase, nbytes: int, op: str, parts: dict[str, int]) -> Moment
 
 
 @contextmanager
-def _put_back(model: nn.Module) -> Iterator[None]:
-    """Leave weights, buffers, gradients, attributes and the random states as they were."""
+def _restored(model: nn.Module) -> Iterator[None]:
+    """Restore weights, buffers, gradients, attributes and random states afterwards."""
     gradients = [(p, p.grad) for p in model.parameters()]
     values = [(x, x.detach().to("cpu", copy=True)) for x in weight_tensors(model)]
     for parameter, _ in gradients:

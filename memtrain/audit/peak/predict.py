@@ -1,4 +1,4 @@
-"""The peak of a training step, before anything runs."""
+"""Prediction of the peak of a training step."""
 
 import logging
 from collections.abc import Iterator
@@ -59,38 +59,26 @@ def predict(
     cfg: Any = None,
     options: StepOptions = StepOptions(),  # noqa: B008 (a frozen value)
 ) -> Timeline:
-    """Simulate a training step on fake tensors and report what is alive at each moment.
+    """Simulate a training step on fake tensors, and return the live bytes after each op.
 
-    On CUDA torch's caching allocator is simulated too (`allocator`): `Timeline.needed` is what the
-    device must have free. Forward, backward and the optimizer's step run under `FakeTensorMode`,
-    with the hooks that `wrap` puts on a model, from the states that a step before has left and
-    without gradients.
-    What an op allocates inside itself and frees before it returns is declared or counted
-    (`held_inside`; on CUDA memtrain's own ops only). What of the model is compiled is
-    compiled for the copies, and its graphs run op by op: what they hold between forward and
-    backward is what a real run holds; temporaries are more, as no ops are fused.
+    Forward, backward and the optimizer's step run under `FakeTensorMode` with the hooks of `wrap`,
+    from the states after an earlier step and without gradients. On CUDA torch's caching allocator
+    is simulated, too (`allocator`): `Timeline.needed` is the memory that the device must have free.
+    Bytes that an op allocates and frees while it runs are declared or counted (`held_inside`; on
+    CUDA only for memtrain's ops).
 
-    Args:
-        model: Real, or built under a `FakeTensorMode`; not changed. Compiled or not.
-        optimizer: Its optimizer; not changed.
-        batch: What the model is called with: a tensor, a tuple of arguments or a dict of keyword
-            arguments, real or fake.
-        cfg: Anything that `memtrain.wrap` takes; None for plain PyTorch.
-        options: Device, autocast, and the loss.
+    Compiled parts are compiled for the copies, and their graphs run op by op. The bytes that they
+    keep between forward and backward are exact; temporaries are an upper bound (no ops are fused).
 
-    Returns:
-        One moment for each op.
+    Neither the model (real or fake, compiled or not) nor the optimizer is changed. `cfg` is
+    anything that `memtrain.wrap` takes; None for the baseline.
 
     Raises:
-        UnpredictableError: If the model's control flow depends on data or an op cannot run on
-            fake tensors (the message names it), for LBFGS, for a compiled model on CUDA, and for
-            a backend whose graphs are unknown.
-        ValueError: If the model is wrapped already, or for a config that is not valid.
-        TypeError: If the batch holds no tensor.
-
-    Memory:
-        That of the names and numbers of the tensors. On a CPU some ops run once, on zeros of
-        `held_inside.SAMPLE` bytes at most or one sample.
+        UnpredictableError: If the model's control flow depends on data or an op cannot run on fake
+            tensors (the message names the op), for LBFGS, for a compiled model on CUDA, and for a
+            backend with unknown graphs.
+        ValueError: If the model is wrapped, or the config is not valid.
+        TypeError: If the batch has no tensor.
 
     Example:
         >>> import torch
@@ -123,10 +111,10 @@ def predict(
     events, categories = recorder.events, recorder.categories
     if not on_cuda:
         return replay(events, categories)
-    held = cuda.workspaces(options.device or "cuda")
-    timeline = replay(events, categories, unit=allocator.UNIT, workspaces=held)
-    own = [held["forward"], held["backward"] - held["forward"]]
-    reserved = allocator.reserved_nbytes(events, categories, own)
+    workspaces = cuda.workspaces(options.device or "cuda")
+    timeline = replay(events, categories, unit=allocator.UNIT, workspaces=workspaces)
+    blocks = [workspaces["forward"], workspaces["backward"] - workspaces["forward"]]
+    reserved = allocator.reserved_nbytes(events, categories, blocks)
     return replace(timeline, reserved=reserved, context=options.context)
 
 
@@ -139,9 +127,9 @@ def _recorded(
     on_cuda: bool,
     assigns: bool,
 ) -> StorageRecorder:
-    """Record the second step of fake copies; `assigns`: the first assigns automatic widths."""
+    """Record the second step of fake copies; with `assigns`, the first sets automatic widths."""
     if on_cuda and not isinstance(innermost(optimizer), FusedStates):
-        for group in optimizer.param_groups:  # torch's refuse it for tensors on the CPU
+        for group in optimizer.param_groups:  # torch's optimizers refuse it for CPU tensors
             group |= {"capturable": False} if "capturable" in group else {}
     if on_cuda and isinstance(optimizer, HostStates):
         copies = DelayedCopies()
@@ -161,7 +149,7 @@ def _recorded(
             optimizer.step()
     second = recorder(inside=held_on_cuda if on_cuda else held_inside, separate_host=on_cuda)
     trained = record_step(model, optimizer, batch, options, second)
-    # The first step gave states to every parameter: those without a gradient have none.
+    # The first step gave states to every parameter, also to those without a gradient.
     unused = [state for param, state in optimizer.state.items() if param not in trained]
     second.adopt([x for x in tree_leaves(unused) if isinstance(x, Tensor)], NOTHING)
     return second
@@ -182,7 +170,7 @@ def check_compiled(model: nn.Module, options: StepOptions) -> None:
 
 @contextmanager
 def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
-    """Enter what a forward on fake tensors runs under: its device, the CUDA forms, and autocast."""
+    """Simulate the device of a forward on fake tensors, with CUDA forms and autocast."""
     on_cuda = options.on_cuda(model)
     corrections = cuda.CudaForms() if on_cuda else nullcontext()
     with simulating("cuda" if on_cuda else "cpu"), corrections, options.autocasting("cpu"):
@@ -191,7 +179,7 @@ def conditions(model: nn.Module, options: StepOptions) -> Iterator[None]:
 
 @contextmanager
 def explain_fake_errors(model: nn.Module) -> Iterator[None]:
-    """Raise `UnpredictableError` for what fake tensors cannot run: which op, and what to do."""
+    """Raise `UnpredictableError` for an op that fake tensors cannot run, with a remedy."""
     try:
         with _without_tracebacks():
             yield
@@ -202,7 +190,7 @@ def explain_fake_errors(model: nn.Module) -> Iterator[None]:
 
 
 def _why(error: RuntimeError) -> str | None:
-    """Return what fake tensors cannot do, from an error; None for other errors."""
+    """Return the reason if fake tensors caused the error, else None."""
     first = str(error).partition("\n")[0].rstrip(".")
     if isinstance(error, DataDependentOutputException):
         return (
@@ -218,21 +206,21 @@ def _why(error: RuntimeError) -> str | None:
     if ".numpy()" in first:
         return "takes a tensor's values out with .numpy()"
     frames = [frame for frame, _ in walk_tb(error.__traceback__)]
-    ours = (frame.f_locals.get("func") for frame in frames if frame.f_code is _DISPATCH)
-    op = next((func for func in ours if isinstance(func, OpOverload)), None)
+    funcs = (frame.f_locals.get("func") for frame in frames if frame.f_code is _DISPATCH)
+    op = next((func for func in funcs if isinstance(func, OpOverload)), None)
     return op and f"runs {op}, which fails ({first}). If it does not with data"
 
 
 @contextmanager
 def _without_tracebacks() -> Iterator[None]:
-    """Keep torch from logging, in this thread, a traceback for what an error of ours says."""
-    own = get_ident()
+    """Disable torch's logging of tracebacks in this thread: memtrain's error has the reason."""
+    thread = get_ident()
 
-    def of_others(record: logging.LogRecord) -> bool:
-        return get_ident() != own  # which runs in the thread that logs
+    def from_other_thread(record: logging.LogRecord) -> bool:
+        return get_ident() != thread  # a filter runs in the thread that logs
 
-    _LOG.addFilter(of_others)
+    _LOG.addFilter(from_other_thread)
     try:
         yield
     finally:
-        _LOG.removeFilter(of_others)
+        _LOG.removeFilter(from_other_thread)

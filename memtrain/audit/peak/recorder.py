@@ -1,4 +1,4 @@
-"""Record when the storages of a training step are allocated and when they are released."""
+"""Record allocation and release of the storages of a training step."""
 
 import sys
 import weakref
@@ -27,12 +27,12 @@ from memtrain.kernels.dispatch import is_host_work
 
 _SCALAR = torch.ops.aten._local_scalar_dense.default
 COMPRESSED = "compressed"
-"""The op of labels where memtrain's own kernels run: a user knows none of their names."""
+"""The name of memtrain's kernels in labels."""
 INSIDE = 0
-"""The number of what ops hold inside themselves."""
+"""The number of the storage that stands for the buffers inside ops."""
 _ADD = torch.ops.aten.add.Tensor
 _DEVICE = torch.ops.prim.device.default
-"""The op by which a fake tensor's `device` is asked: more than half of all ops."""
+"""The op that reads a fake tensor's `device`: more than half of all ops."""
 _ENGINE = torch.autograd.graph._engine_run_backward.__code__
 _CALL = nn.Module._wrapped_call_impl.__code__
 _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
@@ -41,19 +41,13 @@ _NODE_OF_GRADIENT = "torch::autograd::AccumulateGrad"
 class StorageRecorder(TorchDispatchMode):
     """Records every storage that ops allocate inside a `with` block, and its release, real or fake.
 
-    It sits below autograd, and touches no module: the module that runs is found among Python's
-    frames, so that hooks which look for others' find none. What an op allocates inside itself and
-    frees before it returns is not seen: `inside` declares it.
+    The mode is below autograd and adds no hook to a module: the running module is found in Python's
+    frames, since hooks of modules would change the interception.
 
-    Args:
-        model: Names the modules in labels.
-        fake: Whether tensors have no data: a number read from one after the forward (an
-            optimizer's step counter, a norm) is then 0.5, or 1 of integers.
-        corrections: What forwards and backwards run under, so that they save what another device
-            would save.
-        separate_host: Whether host memory is not the device's: tensors there do not count.
-        inside: Bytes that an op holds while it runs besides what it returns, given the op, its
-            arguments and its result (`held_inside.held_inside`).
+    `fake` is for tensors without data: a number that is read after the forward (an optimizer's step
+    counter, a norm) is then 0.5, or 1 for integers. Forwards and backwards run under `corrections`,
+    to save the tensors that another device would save. With `separate_host`, tensors in host memory
+    do not count. `inside` returns the bytes that an op allocates and frees while it runs.
     """
 
     def __init__(
@@ -68,16 +62,16 @@ class StorageRecorder(TorchDispatchMode):
         super().__init__()
         self.separate_host = separate_host
         self.events: list[Event] = []
-        self.categories: list[str] = [TEMPORARIES]  # the first one: what ops hold inside themselves
-        """Of each storage, by its number."""
+        self.categories: list[str] = [TEMPORARIES]  # of `INSIDE`
+        """The category of each storage, by its number."""
         self.inside = inside
         self.phase: Phase = "forward"
         self.corrections = corrections
         self._fake = fake
         self._names = {module: name for name, module in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
-        self._again = False  # whether a forward runs within the backward
-        # Of autograd nodes, ascending, and the ops that made them.
+        self._recomputes = False  # whether a forward runs within the backward
+        # Numbers of autograd nodes, ascending, and the ops that made them.
         self._nodes: list[int] = []
         self._ops: list[str] = []
         self._label = "start"
@@ -88,11 +82,11 @@ class StorageRecorder(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Whether compiled parts run as compiled: their ops are seen where graphs run op by op."""
+        """Return True: compiled parts run as compiled, and graphs run op by op."""
         return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run one op, and register the storages that it makes."""
+        """Run one op, and register its new storages."""
         kwargs = kwargs or {}
         if func is _DEVICE:
             return func(*args)
@@ -106,53 +100,53 @@ class StorageRecorder(TorchDispatchMode):
             made = self._without_older(made, func, (args, kwargs))
         if func is _ADD and self.phase == "backward" and _is_summed_in_place(args[0]):
             self._release(args[0].untyped_storage()._cdata)
-        elsewhere = self.separate_host and is_host_work()
-        held = 0 if elsewhere else self.inside(func, args, kwargs, result)
+        on_host = self.separate_host and is_host_work()
+        inside = 0 if on_host else self.inside(func, args, kwargs, result)
         new = any(storage.nbytes() and storage._cdata not in self._numbers for storage in made)
-        if held or new:
+        if inside or new:
             self._label = self._describe(func)
         for storage in made:
-            self._see(storage, NOTHING if elsewhere else TEMPORARIES)
-        self._change(INSIDE, held)
+            self._see(storage, NOTHING if on_host else TEMPORARIES)
+        self._change(INSIDE, inside)
         self._change(INSIDE, 0)
         return result
 
-    def _without_older(self, made: list[Any], func: Any, given: Any) -> list[Any]:
-        """Leave out what an op only passes on, of storages that no one has adopted."""
+    def _without_older(self, made: list[Any], func: Any, inputs: Any) -> list[Any]:
+        """Leave out unknown storages of an op's inputs."""
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
             return made
         # A difference of sets would go through all that is alive.
-        addresses = {storage._cdata for storage in storages(tree_leaves(given))}
+        addresses = {storage._cdata for storage in storages(tree_leaves(inputs))}
         older = {address for address in addresses if address not in self._numbers}
         return [storage for storage in made if storage._cdata not in older]
 
     def adopt(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Count these tensors as of a category of `timeline.PARTS`, whether known or older."""
+        """Put these tensors, known or older, into a category of `timeline.PARTS`."""
         for storage in storages(tensors):
             self._see(storage, category)
             self.categories[self._numbers[storage._cdata]] = category
 
     def begin(self, phase: Phase) -> None:
         """Begin a phase of the step."""
-        if self._again:
+        if self._recomputes:
             self._recompute(begins=False)
         self.phase = phase
         self._label = phase
         self.events.append((NO_STORAGE, 0, phase, phase))
 
     def keep(self, category: str) -> None:
-        """Put what the forward that has just ended allocated, and is alive, into this category."""
+        """Put the live storages of the forward that has just ended into a category."""
         for number in self._born:
             if number in self._refs and self.categories[number] == TEMPORARIES:
                 self.categories[number] = category
         self._born = []
 
     def _describe(self, func: Any) -> str:
-        """The label of what runs now."""
+        """Return the label of the running op."""
         if self.phase == "step":
             return "step"
         inside, path = running_node(), self._module()
-        if self.phase == "backward" and (path is not None) != self._again:
+        if self.phase == "backward" and (path is not None) != self._recomputes:
             self._recompute(path is not None)
         if path is not None or self.phase == "forward":
             path = path or ""
@@ -164,7 +158,7 @@ class StorageRecorder(TorchDispatchMode):
                 self._nodes.append(node)
                 self._ops.append(path if inside else where)
             elif node == self._nodes[-1] and self._ops[-1].endswith(COMPRESSED) and not ours:
-                self._ops[-1] = where  # what it saves was compressed before it ran
+                self._ops[-1] = where  # its saved tensors were compressed before it ran
             return f"{'recomputing' if self.phase == 'backward' else 'forward of'} {where}"
         node: Any = torch._C._current_autograd_node()
         if node is None:
@@ -181,7 +175,7 @@ class StorageRecorder(TorchDispatchMode):
         return f"backward of {where}" if where else "backward"
 
     def _module(self) -> str | None:
-        """Path of the innermost module whose forward runs."""
+        """Return the path of the innermost running module."""
         frame = sys._getframe(2)
         while frame is not None and frame.f_code is not _ENGINE:
             if frame.f_code is _CALL:
@@ -193,7 +187,7 @@ class StorageRecorder(TorchDispatchMode):
 
     def _recompute(self, begins: bool) -> None:
         """Begin or end a forward within the backward."""
-        self._again = begins
+        self._recomputes = begins
         if not begins:
             self.keep(RECOMPUTED)
         self._born = []
@@ -210,7 +204,7 @@ class StorageRecorder(TorchDispatchMode):
         self._change(number, nbytes)
 
     def _release(self, address: int) -> None:
-        """Count a storage no more, whose place another takes."""
+        """Release a storage that another one replaces."""
         if address in self._numbers:
             self._change(self._numbers[address], 0)
 
@@ -227,12 +221,12 @@ class StorageRecorder(TorchDispatchMode):
 
 
 def _is_summed_in_place(x: Tensor) -> bool:
-    """Whether autograd's engine would add to `x`, a sum of gradients, in place.
+    """Return whether autograd's engine would add to `x`, a sum of gradients, in place.
 
-    It does where nothing else holds the sum, but never under a dispatch mode, as here.
+    The engine does so if nothing else refers to the sum, but never under a dispatch mode.
     """
     caller = sys._getframe(2)  # of the mode
-    for _ in range(4):  # a mode is called through frames of torch's own
+    for _ in range(4):  # torch calls a mode through a few frames
         if caller.f_code is _ENGINE:
             storage = x.untyped_storage()
             uses: Any = torch._C._storage_Use_Count  # pyright: ignore[reportAttributeAccessIssue]
@@ -244,12 +238,12 @@ def _is_summed_in_place(x: Tensor) -> bool:
 
 
 def _joined(path: str, inner: str) -> str:
-    """`h.3.mlp / gelu` of `h.3` and `mlp / gelu`."""
+    """Return `h.3.mlp / gelu` for `h.3` and `mlp / gelu`."""
     dot = "." if path and not inner.startswith(" ") else ""
     return f"{path}{dot}{inner}".removeprefix(" / ")
 
 
 def _op_name(func: Any) -> str:
-    """`gelu` of `aten::gelu`, `layer_norm` of `aten::native_layer_norm`."""
+    """Return `gelu` for `aten::gelu`, `layer_norm` for `aten::native_layer_norm`."""
     name = func._schema.name.partition("::")[2].strip("_")
     return name.removeprefix("native_").removeprefix("scaled_").strip("_")

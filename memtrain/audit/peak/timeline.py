@@ -13,7 +13,7 @@ RECOMPUTED = "recomputed activations"
 INPUTS = "inputs"
 TEMPORARIES = "temporaries"
 ALLOCATED = "allocated in the step"
-"""Of a measured step, whose allocator does not report what a block is for."""
+"""All other bytes of a measured step."""
 WORKSPACES = "workspaces"
 ROUNDING = "allocator rounding"
 CACHED = "cached by the allocator"
@@ -21,31 +21,19 @@ CONTEXT = "CUDA context"
 NOTHING = ""
 """The category of storages that do not count."""
 PARTS = (
-    WEIGHTS,
-    GRADIENTS,
-    STATES,
-    SAVED,
-    RECOMPUTED,
-    INPUTS,
-    TEMPORARIES,
-    ALLOCATED,
-    WORKSPACES,
-    ROUNDING,
-    CACHED,
-    CONTEXT,
+    *(WEIGHTS, GRADIENTS, STATES, SAVED, RECOMPUTED, INPUTS),
+    *(TEMPORARIES, ALLOCATED, WORKSPACES, ROUNDING, CACHED, CONTEXT),
 )
-"""The parts that a moment may have, in the order to show them."""
+"""The parts of a moment, in the order of tables."""
 NO_STORAGE = -1
-"""In place of a storage's number where only another op begins."""
-
-
+"""The number in an event that only begins another op."""
 Event = tuple[int, int, Phase, str]
-"""A storage's number or `NO_STORAGE`, bytes that it takes more, the phase, and what runs."""
+"""A storage's number or `NO_STORAGE`, the change of its bytes, the phase, and the op."""
 
 
 @dataclass(frozen=True)
 class Moment:
-    """The live bytes when an op of a training step has just run.
+    """The live bytes after an op of a training step.
 
     Example:
         >>> Moment("forward of h.3.mlp.act / gelu", "forward", 12, {"weights": 8, "inputs": 4})
@@ -54,13 +42,12 @@ class Moment:
     """
 
     label: str
-    """Op that runs: `forward of h.3.mlp.act / gelu`, `backward of h.3.mlp.act / gelu`, `step`."""
+    """The op: `forward of h.3.mlp.act / gelu`, `backward of h.3.mlp.act / gelu`, `step`."""
     phase: Phase
-    """`forward`, `backward` or `step`."""
     nbytes: int
-    """Bytes alive."""
+    """Live bytes."""
     parts: Mapping[str, int]
-    """Category -> its bytes alive, those of `PARTS` that are not 0; they sum to `nbytes`."""
+    """Category of `PARTS` -> its live bytes, without zeros; they sum to `nbytes`."""
 
 
 @dataclass(frozen=True)
@@ -74,15 +61,15 @@ class Timeline:
     """
 
     moments: tuple[Moment, ...]
-    """One per op, each at its highest; an op that runs on for several kernels is one."""
+    """One moment per op, its highest; consecutive kernels of one op are one moment."""
     reserved: int | None = None
-    """On CUDA: bytes that the caching allocator takes of the device; None on a CPU."""
+    """On CUDA: bytes that the caching allocator reserves; None on a CPU."""
     context: int = 0
-    """On CUDA: bytes of the device that the CUDA context and loaded kernels take."""
+    """On CUDA: bytes of the CUDA context and of loaded kernels."""
 
     @property
     def peak(self) -> Moment:
-        """The moment when most is alive; the first of equal ones.
+        """The moment with most live bytes; the first of equal ones.
 
         Raises:
             ValueError: If there are no moments.
@@ -93,10 +80,9 @@ class Timeline:
 
     @property
     def needed(self) -> Moment:
-        """The peak, and what the device must have free for it: the least card that the step fits.
+        """The peak with all memory that the device must have: the smallest device that fits.
 
-        On CUDA the caching allocator's unused blocks and the CUDA context are parts of it; on a CPU
-        it is the peak.
+        On CUDA the allocator's unused blocks and the CUDA context are parts; on a CPU it is `peak`.
 
         Example:
             >>> peak = Moment("step", "step", 100, {"weights": 100})
@@ -112,7 +98,7 @@ class Timeline:
 
     @property
     def requested(self) -> int:
-        """The most bytes asked for at any moment: without the allocator's rounding."""
+        """The most requested bytes at any moment, without the allocator's rounding."""
         return max((m.nbytes - m.parts.get(ROUNDING, 0) for m in self.moments), default=0)
 
 
@@ -123,16 +109,10 @@ def replay(
     unit: int = 1,
     workspaces: Mapping[Phase, int] | None = None,
 ) -> Timeline:
-    """Add events up to what is alive, by category.
+    """Sum events to live bytes by category; one moment for each run of events with one label.
 
-    Args:
-        events: In their order; those before the first op stand for what is alive at the start.
-        categories: Of each storage, by its number.
-        unit: The allocator's: each storage takes a multiple of so many bytes.
-        workspaces: Bytes that libraries hold besides, by phase.
-
-    Returns:
-        One moment for each run of events with the same label.
+    Events before the first op are the live bytes at the start. Each storage is rounded up to a
+    multiple of `unit`. `workspaces` are further bytes by phase.
 
     Example:
         >>> born = (0, 100, "forward", "a"), (1, 30, "forward", "b")
@@ -140,7 +120,7 @@ def replay(
         >>> [(moment.label, moment.nbytes) for moment in timeline.moments]
         [('a', 100), ('b', 130)]
     """
-    held: dict[str, int] = dict.fromkeys(PARTS, 0)
+    live: dict[str, int] = dict.fromkeys(PARTS, 0)
     sizes: dict[int, int] = {}
     moments: list[Moment] = []
     for storage, delta, phase, label in events:
@@ -149,14 +129,14 @@ def replay(
                 continue
             before = sizes.get(storage, 0)
             sizes[storage] = after = before + delta
-            held[categories[storage]] += delta
-            held[ROUNDING] += -after % unit - -before % unit
-        held[WORKSPACES] = (workspaces or {}).get(phase, 0)
-        now = sum(held.values())
+            live[categories[storage]] += delta
+            live[ROUNDING] += -after % unit - -before % unit
+        live[WORKSPACES] = (workspaces or {}).get(phase, 0)
+        now = sum(live.values())
         same = bool(moments) and moments[-1].label == label
         if same and now <= moments[-1].nbytes:
             continue
-        parts = {name: nbytes for name, nbytes in held.items() if nbytes}
+        parts = {name: nbytes for name, nbytes in live.items() if nbytes}
         moment = Moment(label, phase, now, parts)
         moments[-1:] = [moment] if same else [*moments[-1:], moment]
     return Timeline(tuple(moments))

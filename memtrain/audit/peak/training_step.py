@@ -1,4 +1,4 @@
-"""One training step, recorded phase by phase: the same for a fake and for a real model."""
+"""One training step by phases, for fake and for real models."""
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -26,17 +26,16 @@ class StepOptions:
     """Device, autocast and loss of a training step."""
 
     device: str | None = None
-    """Where a predicted step runs: `cpu`, `cuda` (its forms as in `peak.cuda`) or `cuda:sm_90`;
-    where the model lies by default."""
+    """The device of a predicted step: `cpu`, `cuda` or `cuda:sm_90`; by default the model's."""
     autocast: torch.dtype | None = None
-    """The dtype of `torch.autocast` around the forward; None without."""
+    """The dtype of `torch.autocast` in the forward; None without autocast."""
     loss: Callable[[Any], Tensor] | None = None
-    """Loss of a model's output; by default `default_loss`."""
+    """The loss of a model's output; by default the output's `loss`, or the sum of its first
+    tensor."""
     accumulated: bool = False
-    """Whether gradients of an earlier microbatch are there, which the step adds to."""
+    """Whether the step adds to gradients of an earlier microbatch."""
     context: int = 512 * 2**20
-    """Bytes of a CUDA device that its context, loaded kernels and other processes take: they are
-    no tensors', and a budget and a memory are the whole device's."""
+    """Bytes of a CUDA device for the CUDA context, loaded kernels and other processes."""
 
     def __post_init__(self) -> None:
         if self.device not in (None, *DEVICES):
@@ -45,7 +44,7 @@ class StepOptions:
             raise ValueError(f"context={self.context} is out of range; allowed: 0 or more")
 
     def on_cuda(self, model: nn.Module) -> bool:
-        """Whether a predicted step of this model runs on CUDA."""
+        """Return whether a predicted step of this model runs on CUDA."""
         return (self.device or next(model.parameters()).device.type).startswith("cuda")
 
     def autocasting(self, device: str) -> AbstractContextManager[Any]:
@@ -54,7 +53,7 @@ class StepOptions:
 
 
 def default_optimizer(model: nn.Module) -> Optimizer:
-    """Return `torch.optim.AdamW` of the parameters that are trained."""
+    """Return `torch.optim.AdamW` with the trained parameters."""
     return AdamW([p for p in model.parameters() if p.requires_grad])
 
 
@@ -66,15 +65,10 @@ def run_step(
     begin: Callable[[Phase], None] = lambda phase: None,
     recorder: StorageRecorder | None = None,
 ) -> None:
-    """Run one step: forward, backward, update; gradients from nothing unless they accumulate.
+    """Run one step: forward, backward, update; gradients are removed first unless they accumulate.
 
-    Args:
-        model: Real or fake; as optimizer and batch.
-        optimizer: Its optimizer.
-        batch: What the model is called with.
-        options: Autocast, and the loss.
-        begin: Called where a phase begins, and with `step` when the step has ended.
-        recorder: Categorises what the forward saves, and corrects the step for its device.
+    `begin` is called at the beginning of each phase, and with `step` after the step. A recorder
+    sets categories of saved tensors and corrects the step for its device.
     """
     if not options.accumulated:
         optimizer.zero_grad(set_to_none=True)
@@ -110,10 +104,7 @@ def record_step(
     options: StepOptions,
     recorder: StorageRecorder,
 ) -> set[Tensor]:
-    """Run one step under a recorder, from the states that the optimizer has.
-
-    The arguments are those of `run_step`. Returns the parameters that got a gradient.
-    """
+    """Run one step under a recorder, and return the parameters with a gradient."""
     trained: set[Tensor] = set()
 
     def arrived(parameter: Tensor) -> None:
@@ -141,28 +132,24 @@ def record_step(
 
 
 def _adopt_states(recorder: StorageRecorder, optimizer: Optimizer) -> None:
-    """States, and what belongs to weights but is held by the optimizer."""
-    elsewhere = recorder.separate_host and isinstance(optimizer, HostStates)
-    recorder.adopt(state_tensors(optimizer), NOTHING if elsewhere else STATES)
-    recorder.adopt(_held_weights(optimizer), NOTHING if elsewhere else WEIGHTS)
+    """Record the optimizer's states, and the parts of weights that the optimizer has."""
+    on_host = recorder.separate_host and isinstance(optimizer, HostStates)
+    recorder.adopt(state_tensors(optimizer), NOTHING if on_host else STATES)
+    recorder.adopt(_held_weights(optimizer), NOTHING if on_host else WEIGHTS)
 
 
 def _backward(loss: Tensor) -> None:
-    """`loss.backward()`, but not as a function that a mode is given, and is off meanwhile."""
+    """Run `loss.backward()` without a torch function call, during which a mode would be off."""
     gradient = torch.ones_like(loss)
     run = torch.autograd.graph._engine_run_backward
     run((loss,), (gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True)
 
 
 def default_loss(output: Any) -> Tensor:
-    """Take the loss that a model computes itself, else the sum of its first output.
+    """Return the output's `loss`, else the sum of the first tensor that requires a gradient.
 
     Raises:
-        TypeError: If there is no tensor of a float type that needs a gradient.
-
-    Example:
-        >>> default_loss({"loss": torch.ones((), requires_grad=True)}).item()
-        1.0
+        TypeError: If there is no such tensor.
     """
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if loss is not None:
@@ -177,7 +164,7 @@ def default_loss(output: Any) -> Tensor:
 
 
 def check(model: nn.Module, batch: Any) -> None:
-    """Raise ValueError for a model that is wrapped already, and TypeError for no batch."""
+    """Raise ValueError for a wrapped model, and TypeError for a batch without tensors."""
     if any(hasattr(module, ATTRIBUTE) for module in model.modules()):
         raise ValueError(
             f"this {type(model).__name__} is wrapped already; call unwrap(model, optimizer) first "
@@ -187,7 +174,7 @@ def check(model: nn.Module, batch: Any) -> None:
 
 
 def check_batch(batch: Any) -> None:
-    """Raise TypeError unless a batch holds a tensor or is empty."""
+    """Raise TypeError unless a batch has a tensor or is empty."""
     leaves = tree_leaves(batch)
     if leaves and not any(isinstance(leaf, Tensor) for leaf in leaves):
         kinds = sorted({type(leaf).__name__ for leaf in leaves})
@@ -198,24 +185,24 @@ def check_batch(batch: Any) -> None:
 
 
 def wants_closure(optimizer: Optimizer) -> bool:
-    """Whether the optimizer runs forward and backward itself, perhaps more than once."""
+    """Return whether the optimizer runs forward and backward itself."""
     release = releasing(optimizer)
     return (release is not None and release.clip == "two_pass") or isinstance(optimizer, LBFGS)
 
 
 def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
-    """A hook for a complete gradient, before the one that releases it."""
+    """Register a hook for a complete gradient, before the hook that releases the gradient."""
     handle = parameter.register_post_accumulate_grad_hook(hook)
     hooks: Any = parameter._post_accumulate_grad_hooks
     others = [(number, other) for number, other in hooks.items() if number != handle.id]
-    for number, other in others:  # put in anew: torch goes by the order of insertion
+    for number, other in others:  # inserted again: torch calls hooks in this order
         del hooks[number]
         hooks[number] = other
     return handle
 
 
 def _held_weights(optimizer: Any) -> list[Tensor]:
-    """The lower bits of split weights, and copies of weights in host memory."""
+    """Return the lower bits of split weights, and copies of weights in host memory."""
     found: list[Tensor] = []
     while optimizer is not None:
         if isinstance(optimizer, HostStates):

@@ -34,21 +34,11 @@ Built = tuple[nn.Module, Optimizer, Any]
 def build(request: Request, *, real: bool = False) -> Built:
     """Build the model of a request under fake tensors: no weight is allocated.
 
-    Args:
-        request: The request.
-        real: Whether to allocate the model, with initial weights.
-
-    Returns:
-        Model in training mode, optimizer and batch.
-
     Raises:
         ValueError: For an unknown model, or a size that the model does not take.
         ModuleNotFoundError: If transformers is missing and needed; names the extra.
         FileNotFoundError: For an `hf:` path that does not exist.
         TypeError: If a builder does not return a model and a batch.
-
-    Memory:
-        Python objects only, unless `real`.
     """
     kind, _, rest = request.model.partition(":")
     with context(DTYPES[request.dtype], real=real):
@@ -77,12 +67,7 @@ def known_models() -> list[str]:
 
 @contextmanager
 def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
-    """Build models under fake tensors, unless `real`, within this context.
-
-    Args:
-        dtype: The default one within.
-        real: With memory, and initial values.
-    """
+    """Build models under fake tensors, unless `real`, within this context."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -124,19 +109,7 @@ def _user(where: str, request: Request) -> tuple[Any, ...]:
 
 
 def build_real(request: Request, seed: int, device: str = "cpu") -> Built:
-    """Build a model with initial weights, and fill its batch with random data.
-
-    Args:
-        request: The model and its batch.
-        seed: Of the weights and the data.
-        device: Where it lies.
-
-    Returns:
-        Model, optimizer and batch; a `py:` builder's own weights and batch as they are.
-
-    Memory:
-        The model's and the batch's; for a named model, also a forward's.
-    """
+    """Build a model with initial weights, and fill its batch with random data."""
     torch.manual_seed(seed)
     model, optimizer, batch = build(request, real=True)
     model.to(device)
@@ -174,13 +147,6 @@ def _model_from_config_file(path: str) -> NamedModel:
 
 def build_named(family: NamedModel, request: Request) -> tuple[nn.Module, dict[str, Any]]:
     """Build a family's model and batch for a request.
-
-    Args:
-        family: Config class, its arguments and the task.
-        request: Sizes, dtype, labels, attention and dropout.
-
-    Returns:
-        The model, without initial values under a fake mode, and a batch of zeros.
 
     Raises:
         ValueError: For a size that the model does not take.

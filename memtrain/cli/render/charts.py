@@ -41,9 +41,6 @@ text { fill: #1f2328; font-family: system-ui, sans-serif !important; }
 def require_matplotlib(option: str) -> None:
     """Refuse an option that draws before any work is done.
 
-    Args:
-        option: The option, for the message.
-
     Raises:
         ImportError: Without matplotlib; names the extra.
     """
@@ -55,15 +52,7 @@ def require_matplotlib(option: str) -> None:
 
 
 def step_svg(report: Report, settings: Mapping[str, Any]) -> str:
-    """Draw live bytes over a step, baseline and wrapped, as an SVG file for light and dark pages.
-
-    Args:
-        report: The audit; without timelines only the legend is drawn.
-        settings: Key -> value, as `arguments.settings` says: names the preset and the model.
-
-    Returns:
-        The text of the file.
-    """
+    """Draw live bytes over a step, baseline and wrapped, as SVG for light and dark pages."""
     import matplotlib as mpl
     from matplotlib.figure import Figure  # without pyplot: no display, no state
 

@@ -16,12 +16,6 @@ VERSION = 1
 def as_json(data: ReportData) -> dict[str, Any]:
     """Return the report as JSON values, version 1 of the schema in docs/guides/report.md.
 
-    Args:
-        data: The findings.
-
-    Returns:
-        The content of `--json`.
-
     Example:
         >>> from memtrain.audit.report import Report
         >>> as_json(ReportData(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]

@@ -54,15 +54,6 @@ class ReportData:
 def sum_rows(report: Report, by: str) -> list[tuple[str, Total, int]]:
     """Sum a report's rows by a column; the sums add up to the report's totals.
 
-    Args:
-        report: The audit.
-        by: `site`: one row each; `pattern`: rows whose names differ only in layer numbers, named
-            `h.*.mlp` as in rules; `module`: all rows of a module; `op`: the saved activations of
-            an op, and each other category.
-
-    Returns:
-        Name, bytes and number of rows; most bytes first, then in the model's order.
-
     Example:
         >>> rows = [Row(name=f"h.{i}.mlp / gelu / input", kind="activation", plain=8, planned=1)
         ...         for i in range(3)]
@@ -130,9 +121,6 @@ def live_at_peak(report: Report) -> dict[str, Total]:
     """Return live bytes at the peaks of both sides, and `total`; empty without timelines.
 
     Each side has its own peak, which may be at different moments of the step.
-
-    Returns:
-        Part -> its bytes, without parts that are empty on both sides.
     """
     lines = timelines(report)
     if len(lines) < 2:
@@ -184,13 +172,6 @@ def _saved_activation_lines(report: Report) -> Iterator[str]:
 
 def downsample(moments: Sequence[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
     """Reduce moments to a maximum number: the highest moment of each interval, to keep peaks.
-
-    Args:
-        moments: The moments of a step, in order.
-        most: The maximum number, at least 1.
-
-    Returns:
-        The remaining moments, in order.
 
     Example:
         >>> moments = [Moment("", "forward", nbytes, {}) for nbytes in (1, 9, 2, 3)]
@@ -272,12 +253,6 @@ def budget_lines(data: ReportData) -> Iterator[str]:
 def advice(report: Report) -> Iterator[str]:
     """Return the largest parts of the planned peak (or total), with remedies.
 
-    Args:
-        report: The audit.
-
-    Yields:
-        Lines, the largest share first, without what the plan does already.
-
     Example:
         >>> row = Row(name="w", kind="gradient", plain=8, planned=8)
         >>> list(advice(Report(rows=(row,), kept=(), unmatched=(), loss=True)))
@@ -294,14 +269,6 @@ def advice(report: Report) -> Iterator[str]:
 
 def limit_error(report: Report, over: int | None) -> str:
     """Describe how a report breaks the limit of `--fail-over`.
-
-    Args:
-        report: The audit.
-        over: Most bytes of the planned peak, or of the planned total if the report has no
-            timelines; None allows any.
-
-    Returns:
-        A line; empty if the limit holds. Unknown bytes break every limit.
 
     Example:
         >>> row = Row(name="w", kind="weight", plain=4096, planned=2048)

@@ -27,12 +27,6 @@ def show(console: Console, data: ReportData, *, top: int = 10, by: str = "patter
     """Print a plan for a budget, the answer, and the tables of a report.
 
     The tables: categories, the peak, the largest sums, kept tensors with their reasons.
-
-    Args:
-        console: The output, at least 80 columns wide.
-        data: The report's data.
-        top: Number of largest sums.
-        by: One of `report_data.GROUPINGS`.
     """
     report = data.report
     if data.fit:

@@ -133,12 +133,6 @@ def help_text() -> str:
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
     """Parse the options; arguments of the form key=value are in `overrides`.
 
-    Args:
-        argv: Arguments without the program's name.
-
-    Returns:
-        The options.
-
     Raises:
         ValueError: For an unknown option, or a value that is not allowed.
         OSError: For a file that cannot be written.
@@ -173,12 +167,6 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
     """Parse the keys of the report and of memtrain's config.
-
-    Args:
-        overrides: Arguments of the form key=value.
-
-    Returns:
-        The validated request and config.
 
     Raises:
         ValueError: For an unknown key or value, with the nearest valid one.
@@ -219,16 +207,7 @@ def _suggest_key(word: str) -> str:
 
 
 def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str, Any]:
-    """Return the settings of a report, which its first line and its JSON file show.
-
-    Args:
-        request: The model and its batch.
-        overrides: The arguments of the form key=value.
-        batch: The model's inputs; their sizes complete the request's.
-
-    Returns:
-        Key -> value, without keys that have no value.
-    """
+    """Return the settings of a report, which its first line and its JSON file show."""
     own = dataclasses.asdict(request)
     names = tuple(own)
     if isinstance(batch, dict):

@@ -57,13 +57,6 @@ def plan_for_budget(
 ) -> Fit | None:
     """Return the planner's result, or None without a goal.
 
-    Args:
-        request: The request, with its `budget`.
-        config: The config, with its exceptions and options.
-        built: Model, optimizer and batch.
-        goal: The planner's goal.
-        progress: A function that is called with each stage.
-
     Raises:
         DoesNotFit: If no plan fits.
         UnpredictableError: If the model does not run on fake tensors.
@@ -100,16 +93,6 @@ def largest_sizes(
     working: Callable[[str], AbstractContextManager[Any]],
 ) -> dict[str, dict[str, int]]:
     """Search the largest batch, and for text the longest sequence, whose predicted peak fits.
-
-    Args:
-        built: Model, optimizer and a batch.
-        request: The request, with its `memory`.
-        config: The config of the planned side.
-        options: The options of the step.
-        working: A function that is called with each stage.
-
-    Returns:
-        `ReportData.sizes`.
 
     Raises:
         ValueError: For a batch of unknown size.

@@ -175,10 +175,6 @@ def _files(options: argparse.Namespace, data: ReportData) -> Iterator[tuple[Path
 def write(path: Path, text: str) -> None:
     """Write a file atomically.
 
-    Args:
-        path: The file; an existing one is replaced.
-        text: The content.
-
     Raises:
         OSError: If it cannot be written; names the path.
     """
@@ -190,16 +186,6 @@ def run_verify(request: Request, config: Config) -> Verification:
     """Build the model with initial weights, and compare a step on random data with the exact step.
 
     The weights and the batch of a `py:` builder are used as they are.
-
-    Args:
-        request: The model and its batch.
-        config: The plan.
-
-    Returns:
-        The verdict, and the quality of each site's gradient.
-
-    Memory:
-        A baseline training step's, and five gradients.
     """
     model, _, batch = build_real(request, config.seed)
     return verify(model, batch, config, per_site=True, warn=False, progress=True)
