@@ -1,4 +1,4 @@
-"""Compares a config's training step with the exact one: values, saved tensors and gradients."""
+"""Comparison of a config's training step with the exact one: values, tensors and gradients."""
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -128,11 +128,7 @@ class Verification(NamedTuple):
         return f"OK: {compared}, without a fault; no parameter's gradient is biased; {noise}"
 
     def table(self, top: int | None = None) -> "Table":
-        """Give a rich table: the whole, then sites (else parameters), the noisiest first.
-
-        Args:
-            top: Rows at most; all by default.
-        """
+        """Return a rich table: the whole gradient, then at most `top` sites (else parameters)."""
         from rich.table import Table
 
         kind = "site" if self.sites else "parameter"
@@ -234,15 +230,9 @@ def _progress() -> "Progress":
 
 
 def closure_of(model: nn.Module, batch: Any) -> Callable[[], None]:
-    """Make a closure that runs a forward and a backward on a batch.
+    """Return a function that runs a forward and a backward on a batch.
 
-    Args:
-        model: Called with the batch.
-        batch: A tensor, a tuple of arguments or a dict of keyword arguments.
-
-    Returns:
-        A function of no arguments; the loss is the output's own `loss`, or else a random
-        projection of the floats in the output.
+    The loss is the output's `loss`, or else a random projection of the floats in the output.
     """
     args, kwargs = call_arguments(batch)
 
@@ -265,20 +255,9 @@ def measure(  # noqa: PLR0913 - each is an argument of verify
     halves: Sequence[Closure] = (),
     bar: "Progress | None" = None,
 ) -> Verification:
-    """Compare a step with the exact one, as `verify`.
+    """Compare a step with the exact one, as `verify`, with the choices of `choose`.
 
-    Args:
-        model: Wrapped or not; while this runs, only `choose` decides.
-        closure: Runs forward and backward on one batch.
-        choose: Site -> compressor, or the reason to keep the tensor.
-        draws: Of the random bits, at least two.
-        per_site: Whether each site is measured alone, too.
-        options: As of the plan.
-        halves: The closure on each of two halves of its batch, whose mean is its loss.
-        bar: Shows what is done.
-
-    Raises:
-        ValueError: For fewer than two draws, or a closure that leaves no gradient.
+    `closure` runs forward and backward on one batch, and `halves` on its halves.
     """
     if draws < 2:
         raise ValueError(f"draws={draws}; allowed: two or more")
@@ -309,7 +288,7 @@ def measure(  # noqa: PLR0913 - each is an argument of verify
         records.clear()
         drawn = noisy(choose)
         whole, *parameters = _by_parameter(names, exact, drawn)
-        if any(row.is_biased for row in parameters):  # of many parameters one may seem so by chance
+        if any(row.is_biased for row in parameters):  # one of many may seem biased by chance
             _, *others = _by_parameter(names, exact, noisy(choose, draws, "other random bits"))
             pairs = zip(parameters, others, strict=True)
             parameters = [a._replace(certain=a.certain and b.is_biased) for a, b in pairs]
@@ -324,7 +303,7 @@ def measure(  # noqa: PLR0913 - each is an argument of verify
 
 
 def _between(halves: Sequence[Gradient], norm: float) -> float | None:
-    """Give the variance of the mean of two independent gradients, over a squared norm."""
+    """Return the variance of the mean of two independent gradients, relative to a squared norm."""
     if len(halves) != 2 or not norm:
         return None
     first, second = halves
@@ -346,36 +325,34 @@ def _only(choose: Choose, names: set[str]) -> Callable[[Site], Compressor | Keep
     return lambda site: choose(site) if site.name in names else EXACT
 
 
-class _Products(NamedTuple):
-    """Inner products of an exact gradient and the errors of its draws, in float64."""
-
-    norm: Tensor  # of the exact gradient with itself
-    cross: Tensor  # with each error
-    errors: Tensor  # of the errors with each other
+_Products = tuple[Tensor, Tensor, Tensor]
+"""Inner products, in float64, of an exact gradient g with g, of each draw's error with g, and of
+the errors with each other."""
 
 
 def _products(exact: Tensor, drawn: Sequence[Tensor]) -> _Products:
     g = exact.double().flatten()
     errors = torch.stack([x.double().flatten() - g for x in drawn])
-    return _Products(*(x.cpu() for x in (g @ g, errors @ g, errors @ errors.T)))
+    return (g @ g).cpu(), (errors @ g).cpu(), (errors @ errors.T).cpu()
 
 
 def _by_parameter(names: Sequence[str], exact: Gradient, drawn: list[Gradient]) -> list[Quality]:
-    """Measure the whole gradient, which comes first, and that of each parameter."""
+    """Return the quality of the whole gradient, and then that of each parameter's gradient."""
     parts = [_products(x, xs) for x, *xs in zip(exact, *drawn, strict=True)]
-    whole = _Products(*(torch.stack(x).sum(0) for x in zip(*parts, strict=True)))
-    norm = float(whole.norm)
+    norms, crosses, errors = zip(*parts, strict=True)
+    whole = sum(norms), sum(crosses), sum(errors)
     pairs = zip(("all", *names), (whole, *parts), strict=True)
-    return [_quality(name, part, norm) for name, part in pairs]
+    return [_quality(name, part, float(whole[0])) for name, part in pairs]
 
 
-def _quality(name: str, found: _Products, whole: float) -> Quality:
-    """Measure gradients by the inner products of their errors.
+def _quality(name: str, found: Any, whole: float) -> Quality:
+    """Return the quality of a gradient from `_Products`; `whole` is the whole gradient's norm.
 
-    Errors of two draws are independent, so that the mean of their products is the bias squared;
-    its standard error is the jackknife's.
+    Errors of two draws are independent, so the mean of their products is the squared bias. Its
+    standard error is the jackknife's.
     """
-    n, norm, products = len(found.cross), float(found.norm), found.errors
+    squared_norm, cross, products = found
+    n, norm = len(cross), float(squared_norm)
     variance = max(0.0, float(products.trace() - products.sum() / n) / (n - 1))
     off = products - products.diag().diag()
     squared, spread = float(off.sum()) / (n * (n - 1)), float("inf")
@@ -383,15 +360,15 @@ def _quality(name: str, found: _Products, whole: float) -> Quality:
         without = (off.sum() - 2 * off.sum(1)) / ((n - 1) * (n - 2))
         spread = float((n - 1) / n * (without - without.mean()).square().sum()) ** 0.5
     certain = squared > max(CERTAIN * spread, SLIGHT**2 * whole)
-    own = norm + 2 * found.cross + products.diag()
-    cosine = float(((norm + found.cross) / (own * norm).sqrt()).mean())  # NaN if either is zero
+    drawn_norms = norm + 2 * cross + products.diag()
+    cosine = float(((norm + cross) / (drawn_norms * norm).sqrt()).mean())  # NaN if either is zero
     if not norm:
         return Quality(name, cosine, float("nan"), float("nan"), certain)
     return Quality(name, cosine, variance / norm, (max(0.0, squared) / norm) ** 0.5, certain)
 
 
 def _halves(model: nn.Module, batch: Any) -> list[Callable[[], None]]:
-    """Make a closure for each half of a batch; none where the model has no own loss."""
+    """Return a closure for each half of a batch; none if the model computes no loss."""
     leaves = [x for x in tree_leaves(batch) if isinstance(x, Tensor)]
     sizes = {x.shape[0] if x.dim() else 0 for x in leaves}
     if not isinstance(batch, Mapping) or "labels" not in batch or len(sizes) != 1 or min(sizes) < 2:
@@ -411,7 +388,7 @@ def _plan(model: nn.Module, cfg: Any) -> Plan:
 
 
 def _projection(output: Any) -> Tensor:
-    """Project all floats in the output on random numbers, the same every time."""
+    """Return the projection of all floats in the output on constant random numbers."""
     leaves = [x for x in tree_leaves(output) if isinstance(x, Tensor) and x.requires_grad]
     if not leaves:
         raise ValueError("the model's output has no tensor that requires a gradient")

@@ -18,12 +18,7 @@ from memtrain.wrapped import ATTRIBUTE, is_wrapped_with, wrapped_of
 
 
 def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    """Raise for models and optimizers that `wrap` does not accept.
-
-    Raises:
-        TypeError: For an argument of another type.
-        ValueError: If model and optimizers do not belong together, or are wrapped already.
-    """
+    """Raise for models and optimizers that `wrap` does not accept."""
     if not isinstance(model, nn.Module):
         raise TypeError(
             f"model is of type {type(model).__name__}; allowed: wrap(model, optimizer) with a "
@@ -87,12 +82,7 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
 
 
 def check_requests(optimizers: Sequence[Optimizer], plan: Plan) -> None:
-    """Raise for a plan that the optimizers do not support.
-
-    Raises:
-        ValueError: For a plan that changes more than these optimizers allow.
-        TypeError: For an optimizer that cannot have compressed states.
-    """
+    """Raise for a plan that the optimizers do not support."""
     config = plan.config
     requests = {
         "optim=none": bool(plan.state_rules),

@@ -1,31 +1,21 @@
 """Common parts of the command-line programs: arguments, consoles, atomic files."""
 
-import argparse
 import io
 import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError where argparse would print its usage and exit."""
-
-    def error(self, message: str) -> Any:
-        """Refuse the arguments."""
-        raise ValueError(f"{message}; see {self.prog} --help")
 
 
 def consoles() -> tuple[Console, Console]:
     """Return consoles for standard output and standard error.
 
     Characters that the output's encoding lacks are escaped, and a closed pipe raises
-    BrokenPipeError.
+    BrokenPipeError. Errors are not wrapped to the terminal's width.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -47,11 +37,7 @@ def discard_output() -> None:
 def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], None]]:
     """Show an activity and its duration while it runs, on a terminal only.
 
-    Example:
-        >>> with working(Console(stderr=True), "adding") as report:
-        ...     report("one and one", 1, 2)
-        ...     print(1 + 1)
-        2
+    Yields a function of a stage, the number of its current part and the number of its parts.
     """
     utf8 = errors.encoding.startswith("utf")
     columns = (
@@ -79,16 +65,7 @@ def working(errors: Console, what: str) -> Iterator[Callable[[str, int, int], No
 
 
 def check_writable(path: Path, option: str) -> None:
-    """Refuse an output path before any work is done.
-
-    Raises:
-        OSError: If it is a folder, or its folder is missing or not writable.
-
-    Example:
-        >>> check_writable(Path("/no/such/folder/a.json"), "--json")
-        Traceback (most recent call last):
-        OSError: cannot write --json '/no/such/folder/a.json': no such folder
-    """
+    """Raise OSError for a path that is a folder, or whose folder is missing or read-only."""
     why = ""
     if path.is_dir():
         why = "a folder"
@@ -100,27 +77,14 @@ def check_writable(path: Path, option: str) -> None:
         raise OSError(f"cannot write {option} {str(path)!r}: {why}")
 
 
-@contextmanager
-def atomic_file(path: Path, option: str) -> Iterator[Path]:
-    """Yield a temporary file that replaces `path` if the block succeeds.
-
-    Raises:
-        OSError: If it cannot be written; names the path.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "a.txt"
-        >>> with atomic_file(path, "--csv") as partial:
-        ...     _ = partial.write_text("whole")
-        >>> path.read_text()
-        'whole'
-    """
+def write_file(path: Path, text: str) -> None:
+    """Write a file completely or not at all; an existing one is replaced."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        yield partial
+        partial.write_text(text, encoding="utf-8")
         partial.replace(path)
     except OSError as error:
-        raise OSError(f"cannot write {option} {str(path)!r}: {error}") from error
+        raise OSError(f"cannot write the file {str(path)!r}: {error}") from error
     finally:
         with suppress(OSError):
             partial.unlink()

@@ -45,18 +45,7 @@ _CHANGEABLE = ("output.", "training.")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the program; its errors are one line and an exit status each.
-
-    Args:
-        arguments: Arguments without the program's name; `sys.argv`'s by default.
-
-    Returns:
-        The exit status.
-
-    Example:
-        >>> main(["experiment=smok", "output.quiet=true"])
-        2
-    """
+    """Run the program, by default with the arguments of `sys.argv`, and return the exit status."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     console = Console()
     if {"-h", "--help"} & set(arguments):
@@ -91,13 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def read_config(overrides: Sequence[str]) -> tuple["TrainConfig", dict[str, Any] | None]:
-    """Read the config of a run: composed, or that of a resumed checkpoint.
-
-    Raises:
-        ValueError: For an unknown key or value, or one that cannot change in a resumed run.
-        TypeError: For a value of the wrong type.
-        FileNotFoundError: If there is no such checkpoint.
-    """
+    """Read the config of a run: composed, or that of a resumed checkpoint."""
     # torch takes a second to import: help does not wait for it
     from memtrain.training.checkpoint import read_checkpoint
     from memtrain.training.settings import compose, from_mapping

@@ -32,10 +32,6 @@ def check_keys(cfg: Any, schema: type, path: str = "") -> None:
     """Check that all keys of `cfg` are fields of a dataclass, at any depth.
 
     Items of lists are checked against the element type. Messages begin with `path`.
-
-    Raises:
-        ValueError: For an unknown key, with the nearest valid one.
-        TypeError: For a value that must be a mapping or a list.
     """
     if not isinstance(cfg, Mapping | DictConfig):
         name = path.rstrip(".") or "a config"

@@ -9,11 +9,7 @@ _DROPOUTS = ("dropout", "pdrop", "dropout_prob", "dropout_rate", "drop_path_rate
 
 
 def import_transformers(key: str) -> Any:
-    """Import transformers without its warnings and progress bars.
-
-    Raises:
-        ModuleNotFoundError: If transformers is missing, with the config key and the extra.
-    """
+    """Import transformers without its warnings and progress bars."""
     try:
         transformers = importlib.import_module("transformers")
     except ModuleNotFoundError as error:
@@ -26,11 +22,7 @@ def import_transformers(key: str) -> Any:
 
 
 def config_file(path: str | Path) -> Path:
-    """Return the file of a config from the file's or its folder's path.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Return the file of a config from the file's or its folder's path."""
     own = Path(path).expanduser()
     file = own / "config.json" if own.is_dir() else own
     if not file.is_file():
@@ -39,13 +31,7 @@ def config_file(path: str | Path) -> Path:
 
 
 def read_config(path: str | Path) -> Any:
-    """Load a config that `save_pretrained` wrote, without any download.
-
-    Raises:
-        FileNotFoundError: If there is no such file.
-        ValueError: If transformers cannot read it.
-        ModuleNotFoundError: Without transformers.
-    """
+    """Load a config that `save_pretrained` wrote, without any download."""
     file, transformers = config_file(path), import_transformers("model=hf:")
     try:
         return transformers.AutoConfig.from_pretrained(str(file), local_files_only=True)

@@ -10,9 +10,6 @@ from typing import Any
 def user_function(where: str, key: str = "model") -> Callable[..., Any]:
     """Import a function that `model=py:` or `data=py:` names.
 
-    Raises:
-        ValueError: If no function is named, or the module has no such function.
-
     Example:
         >>> user_function("math:floor")(2.5)
         2

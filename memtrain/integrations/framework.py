@@ -12,24 +12,15 @@ _LOG = logging.getLogger(__name__)
 
 
 def config_of(cfg: Any) -> Config:
-    """Return the config of anything that `memtrain.wrap` takes.
-
-    Example:
-        >>> config_of("all_four").gradients
-        'release'
-    """
+    """Return the config of anything that `memtrain.wrap` takes."""
     return cfg.config if isinstance(cfg, Plan) else load(cfg)
 
 
 def passes(accelerator: Any, steps: int) -> int:
     """Return how many backward passes of a step bring gradients to the optimizer.
 
-    FSDP2 reduces gradients in the last pass of a step only, or in each with `sync_each_batch`.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> passes(SimpleNamespace(num_processes=1), 4)
-        4
+    FSDP2 reduces gradients only in the last of the `steps` passes, or with `sync_each_batch` in
+    each.
     """
     if accelerator.num_processes == 1:
         return steps
@@ -38,23 +29,12 @@ def passes(accelerator: Any, steps: int) -> int:
 
 
 def uses_ddp(accelerator: Any) -> bool:
-    """Whether an `accelerate.Accelerator` puts models into DistributedDataParallel.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> uses_ddp(SimpleNamespace(num_processes=2, distributed_type="MULTI_GPU"))
-        True
-    """
+    """Return whether an `accelerate.Accelerator` puts models into DistributedDataParallel."""
     return accelerator.num_processes > 1 and "FSDP" not in str(accelerator.distributed_type)
 
 
 def by_norm(config: Config) -> str:
-    """The `release.clip` that stands for clipping by the global norm.
-
-    Example:
-        >>> by_norm(load("all_four"))
-        'previous'
-    """
+    """Return the `release.clip` that replaces clipping by the global norm."""
     return "global_norm" if config.optim.device == CPU else "previous"
 
 
@@ -67,20 +47,13 @@ def for_framework(
     ddp: bool = False,
     owner: str = "the framework",
 ) -> Any:
-    """Return a config that clips and adds up released gradients as the framework would.
+    """Return a config that clips and accumulates released gradients as the framework would.
 
-    A framework does both between backward and step, when released gradients are gone. Clipping by
-    the global norm becomes `release.clip=previous`, by the norm of the step before, since no step's
-    own norm is known in time; with `optim.device=cpu`, where gradients can wait for it, it becomes
-    `release.clip=global_norm`, which is exact. What the config itself says of `release.clip` or
-    `release.accumulate` stands. Under DistributedDataParallel, whose buckets keep all gradients,
-    released gradients become `gradients=keep`, and the framework clips as always.
-
-    Example:
-        >>> for_framework("all_four", norm=1.0, accumulate=4).release.clip
-        'previous'
-        >>> for_framework("balanced", norm=1.0)
-        'balanced'
+    A framework does both between backward and step, when released gradients are freed. Clipping by
+    the global `norm` becomes `release.clip=previous`, by the norm of the previous step. With
+    `optim.device=cpu` it becomes `release.clip=global_norm`, which is exact. Settings of the config
+    have precedence. Under DistributedDataParallel, whose buckets keep all gradients, released
+    gradients become `gradients=keep`, and the framework clips.
     """
     config = config_of(cfg)
     if config.gradients != RELEASE:

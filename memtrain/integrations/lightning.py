@@ -27,39 +27,34 @@ def memtrain_callback(cfg: Any = None) -> Any:
     """
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 
-    return type("Memtrain", (_WrappingCallback, Callback), {})(cfg)
-
-
-class _WrappingCallback:
-    """Before `Callback` among the bases of a class."""
-
-    def __init__(self, cfg: Any) -> None:
-        self.cfg = cfg
-
-    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """Wrap, once the optimizer is there and before its checkpoint is loaded."""
-        config = self._config(trainer, pl_module)
+    def on_fit_start(_: Any, trainer: Any, pl_module: Any) -> None:
+        # The optimizer exists, and its checkpoint is not loaded yet.
+        config = _config(cfg, trainer, pl_module)
         _, trainer.strategy.optimizers = memtrain.wrap(pl_module, trainer.optimizers, config)
 
-    def _config(self, trainer: Any, pl_module: Any) -> Any:
-        config = config_of(self.cfg)
-        if config.weights != KEEP and trainer.world_size > 1:
-            raise ValueError(
-                f"weights={config.weights!r} with {trainer.world_size} processes: the module is in "
-                "DistributedDataParallel already; allowed: weights=keep, or memtrain.wrap in "
-                "configure_optimizers"
-            )
-        ddp = bool(models_in_ddp(pl_module.parameters()))
-        clip = float(trainer.gradient_clip_val or 0)
-        by_value = "value" in str(trainer.gradient_clip_algorithm or "norm").lower()
-        found = for_framework(
-            self.cfg,
-            norm=0 if by_value else clip,
-            value=clip if by_value else 0,
-            accumulate=trainer.accumulate_grad_batches if trainer.world_size == 1 else 1,
-            ddp=ddp,
-            owner="Lightning",
+    return type("Memtrain", (Callback,), {"on_fit_start": on_fit_start})()
+
+
+def _config(cfg: Any, trainer: Any, pl_module: Any) -> Any:
+    """Return the config with the trainer's clipping and accumulation."""
+    config = config_of(cfg)
+    if config.weights != KEEP and trainer.world_size > 1:
+        raise ValueError(
+            f"weights={config.weights!r} with {trainer.world_size} processes: the module is in "
+            "DistributedDataParallel already; allowed: weights=keep, or memtrain.wrap in "
+            "configure_optimizers"
         )
-        if config.gradients == RELEASE and not ddp:  # nothing is left to clip
-            trainer.gradient_clip_val = None
-        return found
+    ddp = bool(models_in_ddp(pl_module.parameters()))
+    clip = float(trainer.gradient_clip_val or 0)
+    by_value = "value" in str(trainer.gradient_clip_algorithm or "norm").lower()
+    result = for_framework(
+        cfg,
+        norm=0 if by_value else clip,
+        value=clip if by_value else 0,
+        accumulate=trainer.accumulate_grad_batches if trainer.world_size == 1 else 1,
+        ddp=ddp,
+        owner="Lightning",
+    )
+    if config.gradients == RELEASE and not ddp:  # no gradients remain to be clipped
+        trainer.gradient_clip_val = None
+    return result

@@ -1,6 +1,6 @@
 """torchtitan: its optimizers, wrapped together with the parts of the model that they train."""
 
-from dataclasses import dataclass, fields
+from dataclasses import fields, make_dataclass
 from typing import Any
 
 import memtrain
@@ -29,17 +29,17 @@ def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:
         OptimizersContainer,
     )
 
-    class MemtrainOptimizers(_WrappingContainer, OptimizersContainer):
-        """A container of wrapped optimizers."""
-
-        @dataclass(kw_only=True, slots=True)
-        class Config(OptimizersContainer.Config):
-            """With the config of memtrain."""
-
-            memtrain: Any = None
-
-    options = {field.name: getattr(config, field.name) for field in fields(config)}
-    return MemtrainOptimizers.Config(**options, memtrain=cfg)
+    extended = make_dataclass(
+        "Config",
+        [("memtrain", Any, None)],
+        bases=(OptimizersContainer.Config,),
+        kw_only=True,
+        slots=True,
+    )
+    bases = (_WrappingContainer, OptimizersContainer)
+    container: Any = type("MemtrainOptimizers", bases, {"Config": extended})
+    values = {field.name: getattr(config, field.name) for field in fields(config)}
+    return container.Config(**values, memtrain=cfg)
 
 
 class _WrappingContainer:

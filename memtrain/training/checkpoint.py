@@ -20,8 +20,7 @@ NAME = "checkpoint.pt"
 def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
     """Write a checkpoint beside `path`, then move it there: an older file survives any failure.
 
-    Raises:
-        OSError: If the file cannot be written; names the path, and has the `errno` of the cause.
+    An OSError names the path, and has the `errno` of its cause.
     """
     partial = path.with_suffix(".tmp")
     try:
@@ -37,11 +36,7 @@ def write_checkpoint(path: Path, content: dict[str, Any]) -> None:
 
 
 def write_folder(path: Path, fill: Callable[[Path], object]) -> None:
-    """Let `fill` write a folder beside `path`, then move it there; an existing one is replaced.
-
-    Raises:
-        OSError: If it cannot be written; names the path. Nothing is left behind.
-    """
+    """Let `fill` write a folder beside `path`, then move it there; an existing one is replaced."""
     partial, older = (path.with_name(f".{path.name}.{suffix}") for suffix in ("tmp", "old"))
     try:
         shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
@@ -72,10 +67,6 @@ def read_checkpoint(where: str | Path) -> dict[str, Any]:
     """Load a checkpoint, of an output folder or a file, without running any code in it.
 
     The model's tensors are mapped from the file; the others are copies on the CPU.
-
-    Raises:
-        FileNotFoundError: If there is none.
-        ValueError: If the file is not a checkpoint of memtrain-train.
     """
     path = Path(where)
     path = path / NAME if path.is_dir() else path

@@ -17,10 +17,6 @@ def py(seed: int, model: Any, *, path: str, validation: float = 0.1) -> Rows:
 
     The dataset has a length, and maps an index to a dict of tensors or numbers: a model's keyword
     arguments for one row, of the same shapes in every row.
-
-    Raises:
-        ValueError: If there is no such function, or it raises.
-        TypeError: If it returns something else, or rows that are not dicts.
     """
     dataset = user_function(path, "data")()
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
@@ -45,12 +41,6 @@ def build_source(
     spec: Mapping[str, Any], seed: int, model: Mapping[str, Any] | None = None
 ) -> Rows:
     """Build the source of batches from `data`'s config and, for its tokenizer, the model's.
-
-    Raises:
-        ValueError: For an unknown name or field (with the nearest valid one), or a bad value.
-        TypeError: For a value of the wrong type.
-        ModuleNotFoundError: If the data need a package that is not installed.
-        FileNotFoundError: If there are no files.
 
     Example:
         >>> source = build_source({"name": "text", "path": __file__, "sequence": 8}, seed=0)

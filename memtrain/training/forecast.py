@@ -1,4 +1,4 @@
-"""The predicted peak of a step on the longest batch, and the lines printed before a run."""
+"""The predicted peak of a step, and the lines printed before a run."""
 
 import re
 from dataclasses import replace
@@ -33,10 +33,9 @@ def accumulated_bytes(model: nn.Module, config: Config) -> int:
 def fit_budget(
     model: nn.Module, optimizer: Optimizer, inputs: Any, config: Config, goal: Goal, budget: int
 ) -> Fit:
-    """Find the plan whose peak, on the longest microbatch, fits a budget in bytes.
+    """Find the plan whose peak on a microbatch fits a budget in bytes.
 
-    Raises:
-        DoesNotFit: If there is none, with advice in keys of `memtrain-train`.
+    `DoesNotFit` has advice in keys of `memtrain-train`.
     """
     find = partial(fit, model, optimizer, inputs, cfg=config, goal=goal)
     try:
@@ -56,11 +55,7 @@ def predicted_peak(
     config: Config | None,
     options: StepOptions,
 ) -> Moment:
-    """Predict the moment when most bytes are alive, with a config or (None) without memtrain.
-
-    Raises:
-        UnpredictableError: If the peak cannot be predicted; the message says why.
-    """
+    """Predict the moment when most bytes are alive, with a config or (None) without memtrain."""
     timeline = predict(model, optimizer, inputs, config, options)
     return with_sums(timeline.needed, 0 if config is None else accumulated_bytes(model, config))
 

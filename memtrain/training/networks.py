@@ -68,9 +68,6 @@ class DecoderBlock(nn.Module):
 class GPT(nn.Module):
     """A byte-level pre-norm decoder whose output layer is tied to its embedding.
 
-    Raises:
-        ValueError: For a value out of range.
-
     Example:
         >>> model = GPT(layers=1, width=16, heads=2, context=8)
         >>> sum(p.numel() for p in model.parameters())
@@ -139,10 +136,6 @@ MODELS: dict[str, Callable[..., nn.Module | Pretrained]] = {
 
 def build_model(spec: Mapping[str, Any], seed: int) -> nn.Module:
     """Build a model on the CPU from its config; `seed` seeds torch's global generator.
-
-    Raises:
-        ValueError: For an unknown name or key (with the nearest valid one), or a bad value.
-        TypeError: For a value of the wrong type.
 
     Example:
         >>> model = build_model({"name": "gpt", "layers": 1, "width": 16, "heads": 2}, seed=0)

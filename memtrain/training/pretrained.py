@@ -32,13 +32,7 @@ _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "spiece*")
 
 @dataclass(frozen=True, kw_only=True)
 class Pretrained:
-    """A causal language model of transformers on disk; only its config is read before `build`.
-
-    Raises:
-        ValueError: For a value that is not allowed, or a config of another kind of model.
-        FileNotFoundError: If there is no config, or no weights and `weights` is `folder`.
-        ModuleNotFoundError: If transformers, is not installed.
-    """
+    """A causal language model of transformers on disk; only its config is read before `build`."""
 
     path: str
     """A folder as `save_pretrained` writes it, or a config.json."""
@@ -86,12 +80,7 @@ class Pretrained:
         return getattr(self.config, "max_position_embeddings", None)
 
     def tokenizer(self, where: str | None = None) -> Any:
-        """Load a tokenizer, by default the one beside the model, and check its vocabulary.
-
-        Raises:
-            FileNotFoundError: If there is none.
-            ValueError: If it cannot be read, or has more tokens than the model.
-        """
+        """Load a tokenizer, by default the one beside the model, and check its vocabulary."""
         folder = Path(where or self.folder).expanduser()
         allowed = "allowed: data.tokenizer=<a folder with one>, or data.tokenizer=bytes"
         if not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
@@ -118,9 +107,6 @@ class Pretrained:
 
         Parameters that the folder lacks have initial values; the model's attribute `fresh` lists
         their names.
-
-        Raises:
-            ValueError: If the weights cannot be read, or belong to another model.
         """
         auto = import_transformers("model=hf:").AutoModelForCausalLM
         options: dict[str, Any] = {"dtype": DTYPES[self.dtype]}
@@ -162,12 +148,7 @@ def save(model: nn.Module, folder: Path, weights: Mapping[str, Any], tokenizer: 
 
 
 def py(*, path: str) -> nn.Module:
-    """Call a user-defined function for a model.
-
-    Raises:
-        ValueError: If there is no such function, or it raises.
-        TypeError: If it returns something else.
-    """
+    """Call a user-defined function for a model."""
     model = user_function(path)()
     if not isinstance(model, nn.Module):
         raise TypeError(

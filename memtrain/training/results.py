@@ -23,11 +23,7 @@ _CATEGORIES = (
 
 
 def metrics_file(path: Path, rows: Iterable[Metrics] = ()) -> Callable[[Metrics], None]:
-    """Start metrics.csv with rows of a resumed run; return a function that appends one at once.
-
-    Raises:
-        FileExistsError: If the file exists.
-    """
+    """Start metrics.csv with rows of a resumed run; return a function that appends one at once."""
 
     def write(row: Iterable[Any], mode: str = "a") -> None:
         try:

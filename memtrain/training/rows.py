@@ -20,11 +20,7 @@ def generator(seed: int, split: str, index: int) -> torch.Generator:
 
 
 class Rows:
-    """Rows in epochs of seeded order; validation batches go through the held-out rows in turn.
-
-    Raises:
-        ValueError: If there are too few rows.
-    """
+    """Rows in epochs of seeded order; validation batches go through the held-out rows in turn."""
 
     def __init__(
         self,

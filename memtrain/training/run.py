@@ -57,9 +57,8 @@ class Metrics(NamedTuple):
 class Run:
     """The training run of the baseline (`plain`) or of the wrapped model.
 
-    Raises:
-        ValueError: For a model, optimizer, plan or device that the config gets wrong, or a budget
-            that nothing fits.
+    `fit` is a plan that was made for the budget before. With `predict`, the peak of a step is
+    predicted also without a budget.
     """
 
     def __init__(
@@ -84,7 +83,7 @@ class Run:
         """The plan for a budget."""
         cfg = cfg if self.fit is None else self.fit.plan.config
         self.forecast: Moment | None = None
-        """The predicted moment when most is alive in a step on the longest batch."""
+        """The predicted peak of a step."""
         self.unpredictable = ""
         """Why there is no prediction."""
         if predict or self.fit is not None:
@@ -110,11 +109,7 @@ class Run:
         return sum(nbytes for name, nbytes in self.bytes.items() if name != "peak")
 
     def train_step(self) -> Metrics:
-        """Do one optimizer step and return its metrics.
-
-        Raises:
-            FloatingPointError: If the loss is NaN or infinite.
-        """
+        """Do one optimizer step and return its metrics."""
         training, rate = self.config.training, self._rate()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -177,11 +172,7 @@ class Run:
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Continue from the result of `state`.
-
-        Raises:
-            ValueError: If the state is damaged, or of another model.
-        """
+        """Continue from the result of `state`."""
         try:
             self._load(state)
         except (KeyError, TypeError, RuntimeError, AttributeError) as error:
@@ -249,11 +240,7 @@ class Run:
             compile_in_place(model, how, dynamic=False)
 
     def _adapt(self, model: nn.Module, cfg: base.Config) -> None:
-        """Prepare to adapt automatic widths of bits.
-
-        Raises:
-            ValueError: If widths are automatic and the model is compiled.
-        """
+        """Prepare to adapt automatic widths of bits."""
         if api.plan_of(model).bits is None:
             return
         if self.config.compile != "false":
@@ -383,11 +370,7 @@ class Run:
 
 
 def _check_compiled(how: str, cfg: base.Config) -> None:
-    """Refuse options that must see the ops of a forward.
-
-    Raises:
-        ValueError: Names both keys.
-    """
+    """Refuse options that must see the ops of a forward."""
     recompute = list(cfg.activations.recompute)
     if recompute:
         raise ValueError(
@@ -402,11 +385,7 @@ def _check_compiled(how: str, cfg: base.Config) -> None:
 
 
 def pick_device(name: str) -> torch.device:
-    """Return a device by name; `auto` is CUDA where there is one.
-
-    Raises:
-        ValueError: If CUDA is requested and not available.
-    """
+    """Return a device by name; `auto` is CUDA where there is one."""
     if name == "cuda" and not torch.cuda.is_available():
         raise ValueError("training.device=cuda, but torch sees no CUDA device; allowed: auto, cpu")
     if name == "auto":

@@ -39,10 +39,6 @@ class Session:
     The constructor checks everything that can be checked before training: the config, the data,
     each model and its plan, and that the folder can be written.
 
-    Raises:
-        ValueError: For an error in the config.
-        OSError: If the output folder cannot be made.
-
     Example:
         >>> import tempfile
         >>> from memtrain.training.settings import compose, from_mapping
@@ -99,13 +95,10 @@ class Session:
         self._stop = True
 
     def train(self) -> dict[str, dict[str, Any]]:
-        """Do all runs that are not done yet.
+        """Do all remaining runs, and return `Run.summary()` by run name.
 
-        Raises:
-            KeyboardInterrupt: After SIGINT, SIGTERM or `stop()`; a checkpoint has been written, and
-                the message says how to continue.
-            OSError: If a file cannot be written; the newest checkpoint stays.
-            FloatingPointError: If a loss is NaN or infinite.
+        SIGINT, SIGTERM and `stop()` write a checkpoint and raise KeyboardInterrupt, whose message
+        says how to continue. A loss that is NaN or infinite raises FloatingPointError.
         """
         current = self.state["current"] if self.state else None
         earlier = [*self.rows, *(Metrics(*row) for row in (current or {}).get("rows", ()))]
@@ -238,11 +231,7 @@ class Session:
 
 
 def new_folder(parent: Path) -> Path:
-    """Create a folder named by the time below `parent`; an existing one is never reused.
-
-    Raises:
-        OSError: If it cannot be created.
-    """
+    """Create a folder named by the time below `parent`; an existing one is never reused."""
     stamp = datetime.now().strftime("%Y-%m-%d_%H-%M-%S")
     for number in range(1, 1000):
         folder = parent / (stamp if number == 1 else f"{stamp}_{number}")

@@ -236,10 +236,6 @@ def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
 
     `path` is the prefix of a key in messages, such as `"model."`.
 
-    Raises:
-        ValueError: For a key that `schema` lacks, or a value that `__post_init__` refuses.
-        TypeError: For a value of the wrong type.
-
     Example:
         >>> typed(OptimizerConfig, {"lr": 0.5}, "optimizer.").lr
         0.5
@@ -256,12 +252,7 @@ def typed(schema: type[T], cfg: DictConfig | Mapping[str, Any], path: str) -> T:
 def build_named(
     kind: str, spec: Mapping[str, Any], table: Mapping[str, Callable[..., T]], *arguments: Any
 ) -> T:
-    """Call the entry of `table` named by `spec["name"]` with the other keys of `spec`, by type.
-
-    Raises:
-        ValueError: For a missing or unknown name, an unknown key, or a value out of range.
-        TypeError: For a value of the wrong type.
-    """
+    """Call the entry of `table` named by `spec["name"]` with the other keys of `spec`, by type."""
     name = one_of(f"{kind}.name", str(spec.get("name")), tuple(table))
     parameters = inspect.signature(table[name]).parameters.values()
     keywords = [p for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -277,11 +268,7 @@ def build_named(
 
 
 def one_of(key: str, value: str, allowed: Sequence[str]) -> str:
-    """Return `value` if it is allowed.
-
-    Raises:
-        ValueError: Naming the nearest allowed value.
-    """
+    """Return `value` if it is allowed."""
     if value not in allowed:
         raise ValueError(f"{key}={value!r} is unknown; {base.nearest(value, list(allowed))}")
     return value
@@ -296,11 +283,7 @@ def in_range(
     at_most: float | None = None,
     below: float | None = None,
 ) -> None:
-    """Check a number against bounds.
-
-    Raises:
-        ValueError: Naming the key, the value and what is allowed.
-    """
+    """Check a number against bounds."""
     checks = (
         ("above", above, lambda bound: value > bound),
         ("at least", at_least, lambda bound: value >= bound),

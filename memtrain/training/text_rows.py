@@ -34,10 +34,6 @@ def text(
     Documents follow one another, and each row is `sequence` tokens of them. A document ends with
     the tokenizer's end token. `tokenizer` is a folder or `bytes`; by default it is the model's, and
     `bytes` without a transformers model. Tokens take 4 bytes each.
-
-    Raises:
-        FileNotFoundError: If there is no such file, or no tokenizer.
-        ValueError: For an empty text, one that is not UTF-8, or a value out of range.
     """
     found = _files(path, files)
     in_range("data.sequence", sequence, at_least=2)
@@ -67,11 +63,7 @@ def text(
 
 
 def _files(path: str, pattern: str) -> list[Path]:
-    """Return a file itself, or a folder's visible files in the order of their names.
-
-    Raises:
-        FileNotFoundError: If there is none.
-    """
+    """Return a file itself, or a folder's visible files in the order of their names."""
     root = Path(path).expanduser()
     if root.is_file():
         return [root]

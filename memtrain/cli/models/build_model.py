@@ -32,14 +32,7 @@ Built = tuple[nn.Module, Optimizer, Any]
 
 
 def build(request: Request, *, real: bool = False) -> Built:
-    """Build the model of a request under fake tensors: no weight is allocated.
-
-    Raises:
-        ValueError: For an unknown model, or a size that the model does not take.
-        ModuleNotFoundError: If transformers is missing and needed; names the extra.
-        FileNotFoundError: For an `hf:` path that does not exist.
-        TypeError: If a builder does not return a model and a batch.
-    """
+    """Build the model of a request under fake tensors: no weight is allocated."""
     kind, _, rest = request.model.partition(":")
     with context(DTYPES[request.dtype], real=real):
         if kind == "py" and rest:
@@ -109,7 +102,10 @@ def _user(where: str, request: Request) -> tuple[Any, ...]:
 
 
 def build_real(request: Request, seed: int, device: str = "cpu") -> Built:
-    """Build a model with initial weights, and fill its batch with random data."""
+    """Build a model with initial weights, and fill its batch with random data.
+
+    The weights and the batch of a `py:` builder are used as they are.
+    """
     torch.manual_seed(seed)
     model, optimizer, batch = build(request, real=True)
     model.to(device)
@@ -138,20 +134,15 @@ def _model_from_config_file(path: str) -> NamedModel:
             f"model=hf:{path}: no task for {type(config).__name__}; allowed: {', '.join(TASKS)}; "
             "model=py:<module>:<function> takes any model"
         )
-    own = NamedModel(
+    family = NamedModel(
         config=type(config).__name__, task=[*named, *known][0], options=config.to_diff_dict()
     )
-    longest = getattr(config, "max_position_embeddings", None) or own.seq
-    return replace(own, seq=min(own.seq, longest))
+    longest = getattr(config, "max_position_embeddings", None) or family.seq
+    return replace(family, seq=min(family.seq, longest))
 
 
 def build_named(family: NamedModel, request: Request) -> tuple[nn.Module, dict[str, Any]]:
-    """Build a family's model and batch for a request.
-
-    Raises:
-        ValueError: For a size that the model does not take.
-        ModuleNotFoundError: Without transformers; names the extra.
-    """
+    """Build a family's model and batch for a request."""
     transformers = import_transformers("this model")
     from transformers.initialization import no_init_weights
 

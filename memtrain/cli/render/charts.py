@@ -39,11 +39,7 @@ text { fill: #1f2328; font-family: system-ui, sans-serif !important; }
 
 
 def require_matplotlib(option: str) -> None:
-    """Refuse an option that draws before any work is done.
-
-    Raises:
-        ImportError: Without matplotlib; names the extra.
-    """
+    """Raise ImportError without matplotlib, before any work is done."""
     try:
         import matplotlib.figure  # noqa: F401
     except ImportError as error:

@@ -14,13 +14,7 @@ VERSION = 1
 
 
 def as_json(data: ReportData) -> dict[str, Any]:
-    """Return the report as JSON values, version 1 of the schema in docs/guides/report.md.
-
-    Example:
-        >>> from memtrain.audit.report import Report
-        >>> as_json(ReportData(Report(rows=(), kept=(), unmatched=(), loss=True), {}))["version"]
-        1
-    """
+    """Return the report as JSON values, version 1 of the schema in docs/guides/report.md."""
     report, sizes = data.report, data.sizes
     return {
         "schema": SCHEMA,

@@ -52,20 +52,16 @@ class ReportData:
 
 
 def sum_rows(report: Report, by: str) -> list[tuple[str, Total, int]]:
-    """Sum a report's rows by a column; the sums add up to the report's totals.
+    """Sum a report's rows by one of `GROUPINGS`: name, bytes and number of rows, largest first.
 
-    Example:
-        >>> rows = [Row(name=f"h.{i}.mlp / gelu / input", kind="activation", plain=8, planned=1)
-        ...         for i in range(3)]
-        >>> report = Report(rows=tuple(rows), kept=(), unmatched=(), loss=True)
-        >>> [(name, total.plain, count) for name, total, count in sum_rows(report, "pattern")]
-        [('h.*.mlp / gelu / input', 24, 3)]
+    A pattern joins rows whose names differ only in layer numbers (`h.*.mlp`). An op joins its saved
+    activations; each other category is one sum.
     """
     groups: dict[str, list[Row]] = {}
     for index, row in enumerate(report.rows):
         groups.setdefault(str(index) if by == "site" else _name(row, by), []).append(row)
     sums = [(_name(rows[0], by), total_of(rows), len(rows)) for rows in groups.values()]
-    return sorted(sums, key=lambda one: -max(one[1].plain, one[1].planned))
+    return sorted(sums, key=lambda group: -max(group[1].plain, group[1].planned))
 
 
 def total_of(rows: Sequence[Row | Total]) -> Total:
@@ -171,13 +167,7 @@ def _saved_activation_lines(report: Report) -> Iterator[str]:
 
 
 def downsample(moments: Sequence[Moment], most: int = MAX_MOMENTS) -> list[Moment]:
-    """Reduce moments to a maximum number: the highest moment of each interval, to keep peaks.
-
-    Example:
-        >>> moments = [Moment("", "forward", nbytes, {}) for nbytes in (1, 9, 2, 3)]
-        >>> [moment.nbytes for moment in downsample(moments, 2)]
-        [9, 3]
-    """
+    """Reduce moments to at most `most`: the highest moment of each interval."""
     count = min(most, len(moments))
     edges = [index * len(moments) // count for index in range(count + 1)] if count else []
     return [
@@ -211,14 +201,7 @@ def _need_lines(report: Report) -> Iterator[str]:
 
 
 def size_lines(data: ReportData) -> Iterator[str]:
-    """Return lines on the sizes found for `memory=`.
-
-    Example:
-        >>> report = Report(rows=(), kept=(), unmatched=(), loss=True)
-        >>> sizes = {"batch": {"plain": 0, "planned": 12, "limit": 12}}
-        >>> list(size_lines(ReportData(report, {}, sizes, 2**30)))
-        ["largest batch in 1.00 GiB: none (baseline), 12, the model's limit (planned)"]
-    """
+    """Return lines on the sizes found for `memory=`."""
     words = {"batch": "largest batch", "seq": "longest sequence"}
     for what, found in data.sizes.items():
         limit = {found["limit"]: f"{found['limit']:,}, the model's limit", 0: "none"}
@@ -251,13 +234,7 @@ def budget_lines(data: ReportData) -> Iterator[str]:
 
 
 def advice(report: Report) -> Iterator[str]:
-    """Return the largest parts of the planned peak (or total), with remedies.
-
-    Example:
-        >>> row = Row(name="w", kind="gradient", plain=8, planned=8)
-        >>> list(advice(Report(rows=(row,), kept=(), unmatched=(), loss=True)))
-        ['gradients, 100%: gradients=release lets each go as soon as it is used']
-    """
+    """Yield the largest parts of the planned peak (or total), with remedies not in the plan."""
     parts = live_at_peak(report) or report.totals()
     whole = parts["total"].planned
     known = {name: parts[name] for name in _REMEDIES if name in parts}
@@ -268,12 +245,10 @@ def advice(report: Report) -> Iterator[str]:
 
 
 def limit_error(report: Report, over: int | None) -> str:
-    """Describe how a report breaks the limit of `--fail-over`.
+    """Describe how a report breaks the limit of `--fail-over`; empty if the limit holds.
 
-    Example:
-        >>> row = Row(name="w", kind="weight", plain=4096, planned=2048)
-        >>> limit_error(Report(rows=(row,), kept=(), unmatched=(), loss=True), 1024)
-        'the planned total, 2.00 KiB, is over --fail-over 1.00 KiB'
+    The limit is for the planned peak, without timelines for the planned total. Unknown bytes break
+    every limit.
     """
     unknown, peak = report.totals()["total"].unknown, live_at_peak(report).get("total")
     planned, name = (peak or report.totals()["total"]).planned, "peak" if peak else "total"

@@ -5,13 +5,13 @@ import dataclasses
 import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from omegaconf import OmegaConf
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from memtrain.cli.command_line import Parser, check_writable
+from memtrain.cli.command_line import check_writable
 from memtrain.cli.models.build_model import known_models
 from memtrain.cli.models.named_models import NAMED_MODELS
 from memtrain.cli.models.request import OPTIMIZERS, Request
@@ -34,35 +34,16 @@ optimizer states and saved activations, without memtrain and with a plan. No
 weight is allocated.
 
 examples:
-  Where does the memory of GPT-2 go, and what does memtrain change?
-    memtrain-report model=gpt2 preset=balanced batch=8 seq=1024
-  Seven billion parameters on a laptop, in seconds:
-    memtrain-report model=llama-7b dtype=bfloat16 seq=2048
-  Which ops, which modules, which single tensors?
-    memtrain-report model=gpt2 --by op
-    memtrain-report model=gpt2 --by module --top 30
-    memtrain-report model=gpt2 --by site --top 50
-  Other images, another optimizer, another plan:
-    memtrain-report model=resnet50 batch=32 image=224 optimizer=sgd
-    memtrain-report model=gpt2 preset=smallest activations.min_elements=2048
-  Your own model (a function that returns the model and a batch), or a config
-  of transformers on disk:
-    memtrain-report model=py:my_package.module:build
-    memtrain-report model=hf:path/to/config.json
-  How large a batch, how long a sequence fit into 24 GiB?
-    memtrain-report model=gpt2 memory=24GiB
-  What must be compressed or recomputed to fit into 4 GiB? Save that plan:
-    memtrain-report model=gpt2 batch=8 budget=4GiB --plan plan.yaml
-    memtrain-report model=gpt2 batch=8 plan=plan.yaml
-  Inside torch.compile, block by block?
-    memtrain-report model=gpt2 compile=blocks
-  Is the prediction right? Run it:
-    memtrain-report model=resnet18 batch=4 device=cpu --measure
-  A picture for a colleague, data for a script:
-    memtrain-report model=gpt2 --svg gpt2.svg
-    memtrain-report model=gpt2 --json - | jq .categories
-  Fail the build if the step needs too much:
-    memtrain-report model=gpt2 --fail-over 8GiB
+  memtrain-report model=gpt2 preset=balanced batch=8 seq=1024
+  memtrain-report model=resnet50 batch=32 image=224 optimizer=sgd --by op
+  memtrain-report model=gpt2 preset=smallest activations.min_elements=2048
+  memtrain-report model=py:my_package.module:build   (a model and its batch)
+  memtrain-report model=hf:path/to/config.json
+  memtrain-report model=gpt2 memory=24GiB            (the largest batch)
+  memtrain-report model=gpt2 batch=8 budget=4GiB --plan plan.yaml
+  memtrain-report model=gpt2 batch=8 plan=plan.yaml
+  memtrain-report model=resnet18 batch=4 device=cpu --measure
+  memtrain-report model=gpt2 --json - | jq .categories
 
 models: {models}
 
@@ -131,17 +112,13 @@ def help_text() -> str:
 
 
 def parse_options(argv: Sequence[str]) -> argparse.Namespace:
-    """Parse the options; arguments of the form key=value are in `overrides`.
+    """Parse the options; arguments of the form key=value are in `overrides`."""
 
-    Raises:
-        ValueError: For an unknown option, or a value that is not allowed.
-        OSError: For a file that cannot be written.
+    def refuse(message: str) -> NoReturn:
+        raise ValueError(f"{message}; see memtrain-report --help")
 
-    Example:
-        >>> parse_options(["model=gpt2", "--fail-over", "24GiB"]).fail_over
-        25769803776
-    """
-    parser = Parser(prog="memtrain-report", add_help=False, allow_abbrev=False)
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.error = refuse  # argparse would print its usage and exit
     parser.add_argument("overrides", nargs="*")
     for name in FILES:
         parser.add_argument(f"--{name}", type=Path)
@@ -166,32 +143,23 @@ def parse_options(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def parse_keys(overrides: Sequence[str]) -> tuple[Request, Config]:
-    """Parse the keys of the report and of memtrain's config.
-
-    Raises:
-        ValueError: For an unknown key or value, with the nearest valid one.
-        TypeError: For a value of the wrong type.
-
-    Example:
-        >>> parse_keys(["model=gpt2", "batch=8", "seed=3"])[1].seed
-        3
-    """
-    own = {item.name for item in dataclasses.fields(Request)}
-    theirs = {item.name for item in dataclasses.fields(Config)} | {"preset"}
+    """Parse the keys of the report, and those of memtrain's config."""
+    names = {item.name for item in dataclasses.fields(Request)}
+    known = names | {item.name for item in dataclasses.fields(Config)} | {"preset"}
     for item in overrides:
         key, sign, _ = item.lstrip("+~").partition("=")
         if not sign:
             raise ValueError(_suggest_key(key))
-        if key.split(".")[0] not in own | theirs:
-            raise ValueError(f"unknown key {key!r}; {nearest(key, sorted(own | theirs))}")
-    mine = [item for item in overrides if item.partition("=")[0].split(".")[0] in own]
-    request = typed(Request, OmegaConf.from_dotlist(mine), "")  # type: ignore[arg-type]
+        if key.split(".")[0] not in known:
+            raise ValueError(f"unknown key {key!r}; {nearest(key, sorted(known))}")
+    requested = [item for item in overrides if item.partition("=")[0].split(".")[0] in names]
+    request = typed(Request, OmegaConf.from_dotlist(requested), "")  # type: ignore[arg-type]
     if not request.model:
         raise ValueError(f"model= is missing; allowed: {', '.join(known_models())}")
-    keys = {item.partition("=")[0] for item in mine}
+    keys = {item.partition("=")[0] for item in requested}
     if request.budget is None and (lone := [name for name in PLANNER if name in keys]):
         raise ValueError(f"{lone[0]}= is for the planner; allowed: together with budget=")
-    rest = [item for item in overrides if item not in mine]
+    rest = [item for item in overrides if item not in requested]
     if request.plan is not None and rest:
         raise ValueError(f"plan= with {rest[0]!r}; allowed: plan= or keys of a config, not both")
     return request, load(rest)
@@ -207,23 +175,26 @@ def _suggest_key(word: str) -> str:
 
 
 def settings(request: Request, overrides: Sequence[str], batch: Any) -> dict[str, Any]:
-    """Return the settings of a report, which its first line and its JSON file show."""
-    own = dataclasses.asdict(request)
-    names = tuple(own)
+    """Return the settings of a report by key, for its first line and its JSON file.
+
+    The sizes of the batch complete the request's. Keys without a value are left out.
+    """
+    values = dataclasses.asdict(request)
+    names = tuple(values)
     if isinstance(batch, dict):
         for name, tensor in (("seq", "input_ids"), ("image", "pixel_values")):
-            own[name] = batch[tensor].shape[-1] if tensor in batch else own[name]
+            values[name] = batch[tensor].shape[-1] if tensor in batch else values[name]
     first = next((x for x in tree_leaves(batch) if isinstance(x, Tensor) and x.dim()), None)
-    if request.model.startswith("py:") and first is not None:  # its builder's own
-        own["batch"] = len(first)
+    if request.model.startswith("py:") and first is not None:
+        values["batch"] = len(first)
     if request.budget is None:
-        own = {name: value for name, value in own.items() if name not in PLANNER}
+        values = {name: value for name, value in values.items() if name not in PLANNER}
     if request.budget is None and request.memory is None:
-        del own["context"]
-    own = {name: value for name, value in own.items() if value is not None}
+        del values["context"]
+    values = {name: value for name, value in values.items() if value is not None}
     rest = [item for item in overrides if item.partition("=")[0] not in names]
     preset = [item.partition("=")[2] for item in rest if item.startswith("preset=")]
     if not preset and request.budget is None and request.plan is None:
-        preset = ["balanced"]  # what `load` takes by itself
+        preset = ["balanced"]  # the default of `load`
     others = [item for item in rest if not item.startswith("preset=")]
-    return {**own, **({"preset": preset[-1]} if preset else {}), "overrides": others}
+    return {**values, **({"preset": preset[-1]} if preset else {}), "overrides": others}

@@ -24,11 +24,7 @@ _MOST = 2**20
 
 
 def load_config(request: Request, config: Config) -> Config:
-    """Return the config of the file in `plan=`, or `config` without `plan=`.
-
-    Raises:
-        ValueError: For a file that does not exist or is not valid.
-    """
+    """Return the config of the file in `plan=`, or `config` without `plan=`."""
     if request.plan is None:
         return config
     if not request.plan.endswith((".yaml", ".yml")) or not Path(request.plan).is_file():
@@ -37,11 +33,7 @@ def load_config(request: Request, config: Config) -> Config:
 
 
 def planner_goal(request: Request, step: StepOptions) -> Goal | None:
-    """Return the planner's goal for a step, or None without `budget=`.
-
-    Raises:
-        ValueError: For an invalid `allow`, `max_error` or `objective`.
-    """
+    """Return the planner's goal for a step, or None without `budget=`."""
     if request.budget is None:
         return None
     return Goal(
@@ -55,12 +47,7 @@ def planner_goal(request: Request, step: StepOptions) -> Goal | None:
 def plan_for_budget(
     request: Request, config: Config, built: Built, goal: Goal | None, progress: Progress = silent
 ) -> Fit | None:
-    """Return the planner's result, or None without a goal.
-
-    Raises:
-        DoesNotFit: If no plan fits.
-        UnpredictableError: If the model does not run on fake tensors.
-    """
+    """Return the planner's result, or None without a goal."""
     if goal is None or request.budget is None:
         return None
     try:
@@ -92,33 +79,20 @@ def largest_sizes(
     options: StepOptions,
     working: Callable[[str], AbstractContextManager[Any]],
 ) -> dict[str, dict[str, int]]:
-    """Search the largest batch, and for text the longest sequence, whose predicted peak fits.
-
-    Raises:
-        ValueError: For a batch of unknown size.
-    """
+    """Return `ReportData.sizes`: the largest batch, and for text the longest sequence, that fit."""
     memory = parse_size(request.memory or 0, "memory")
     model, optimizer, batch = built
     sizes = {"batch": {"limit": _MOST}}
     if isinstance(batch, dict) and "input_ids" in batch:
         known = NAMED_MODELS.get(request.model)
-        own = getattr(getattr(model, "config", None), "max_position_embeddings", None)
-        sizes["seq"] = {"limit": (known.longest if known else own) or _MOST}
+        positions = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        sizes["seq"] = {"limit": (known.longest if known else positions) or _MOST}
     words = {"batch": "largest batch", "seq": "longest sequence"}
     for what, found in sizes.items():
         for side, cfg in (("plain", None), ("planned", config)):
             with working(f"searching the {words[what]} that fits, {LABELS[side]}"):
-                sized = largest(
-                    model,
-                    batch,
-                    cfg,
-                    memory,
-                    optimizer=optimizer,
-                    what=what,
-                    most=found["limit"],
-                    options=options,
-                )
-            found[side] = sized.size
+                step = {"optimizer": optimizer, "options": options, "most": found["limit"]}
+                found[side] = largest(model, batch, cfg, memory, what=what, **step).size
     return sizes
 
 

@@ -2,11 +2,10 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from rich.console import Console
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report, audit
-from memtrain.cli.command_line import atomic_file, consoles, discard_output, working
+from memtrain.cli.command_line import consoles, discard_output, working, write_file
 from memtrain.cli.models.build_model import Built, build, build_real
 from memtrain.cli.models.request import Request
 from memtrain.cli.render.charts import step_svg
@@ -28,30 +27,21 @@ from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit
-from memtrain.verification import Verification, verify
+from memtrain.verification import verify
 
 Working = Callable[[str], AbstractContextManager[Any]]
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program.
-
-    Args:
-        argv: Arguments without the program's name; those of `sys.argv` by default.
-
-    Returns:
-        The exit status: 0 done, 1 the model could not be traced, 2 wrong arguments or files,
-        3 above a limit, or no plan fits the budget, 130 interrupted.
-
-    Example:
-        >>> main(["model=gpt3"])
-        2
-    """
+    """Run the program, by default with the arguments of `sys.argv`, and return the exit status."""
     argv = list(sys.argv[1:] if argv is None else argv)
     console, errors = consoles()
     try:
-        return _run(argv, console, errors)
+        if {"-h", "--help"} & set(argv) or not argv:
+            console.out(help_text(), end="", highlight=False)
+            return DONE
+        return _report(parse_options(argv), console, errors)
     except BrokenPipeError:
         discard_output()
         return DONE
@@ -67,13 +57,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, TypeError, ImportError, OSError) as error:
         errors.print(f"memtrain-report: {error}", markup=False)
         return WRONG
-
-
-def _run(argv: list[str], console: Console, errors: Console) -> int:
-    if {"-h", "--help"} & set(argv) or not argv:
-        console.out(help_text(), end="", highlight=False)
-        return DONE
-    return _report(parse_options(argv), console, errors)
 
 
 def _report(options: argparse.Namespace, console: Console, errors: Console) -> int:
@@ -100,25 +83,28 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     if memory:
         sizes = budget.largest_sizes(built, request, config, step, progress)
     data = ReportData(report, asked, sizes, memory, planned)
-    for path, text in _files(options, data):
-        write(path, text)
-    limit = limit_error(report, options.fail_over)
-    lines = [limit] if limit else []
-    for line in lines:
-        errors.print(f"memtrain-report: {line}", markup=False)
+    if options.json not in (None, STDOUT):
+        write_file(options.json, as_text(data))
+    if options.svg is not None:
+        write_file(options.svg, step_svg(data.report, data.settings))
+    over_limit = limit_error(report, options.fail_over)
+    if over_limit:
+        errors.print(f"memtrain-report: {over_limit}", markup=False)
+    status = LIMIT if over_limit else DONE
     try:
         if options.json == STDOUT:
             console.out(as_text(data), end="", highlight=False)
-            return LIMIT if lines else DONE
+            return status
         show(console, data, top=options.top, by=options.by)
         if request.verify:
-            found = run_verify(request, config)
+            model, _, batch = build_real(request, config.seed)
+            found = verify(model, batch, config, per_site=True, warn=False, progress=True)
             console.print(found.verdict, markup=False)
             console.print(found.table(options.top))
-            lines += [] if found.ok else [found.verdict]
+            status = status if found.ok else LIMIT
     except BrokenPipeError:
-        discard_output()  # the limits count whether anyone reads the tables or not
-    return LIMIT if lines else DONE
+        discard_output()  # the status does not depend on the reader
+    return status
 
 
 def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
@@ -162,33 +148,6 @@ def _audit(
     # A user's model may raise anything under fake tensors: one line, not a traceback.
     except Exception as error:
         raise UnpredictableError(budget.one_line(error)) from error
-
-
-def _files(options: argparse.Namespace, data: ReportData) -> Iterator[tuple[Path, str]]:
-    """Yield the files that are requested, with their content."""
-    if options.json not in (None, STDOUT):
-        yield options.json, as_text(data)
-    if options.svg is not None:
-        yield options.svg, step_svg(data.report, data.settings)
-
-
-def write(path: Path, text: str) -> None:
-    """Write a file atomically.
-
-    Raises:
-        OSError: If it cannot be written; names the path.
-    """
-    with atomic_file(path, "the file") as partly:
-        partly.write_text(text, encoding="utf-8")
-
-
-def run_verify(request: Request, config: Config) -> Verification:
-    """Build the model with initial weights, and compare a step on random data with the exact step.
-
-    The weights and the batch of a `py:` builder are used as they are.
-    """
-    model, _, batch = build_real(request, config.seed)
-    return verify(model, batch, config, per_site=True, warn=False, progress=True)
 
 
 if __name__ == "__main__":
