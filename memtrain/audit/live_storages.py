@@ -41,12 +41,12 @@ class LiveStorages(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run one op and register the storages of its results that its arguments did not bring."""
         kwargs = kwargs or {}
-        given = {storage._cdata for storage in storages(tree_leaves((args, kwargs)))}
+        inputs = {storage._cdata for storage in storages(tree_leaves((args, kwargs)))}
         if func is torch.ops.aten.lift_fresh.default:  # torch.tensor(...): first seen as argument
-            given.clear()
+            inputs.clear()
         result = func(*args, **kwargs)
         for storage in storages(tree_leaves(result)):
-            if storage._cdata not in given or storage._cdata in self._refs:
+            if storage._cdata not in inputs or storage._cdata in self._refs:
                 self._register(storage)
         return result
 
@@ -67,7 +67,7 @@ class LiveStorages(TorchDispatchMode):
         """Bytes alive now, without the storages of `exclude` (the loss, the model's outputs)."""
         left_out = {storage._cdata for storage in storages(exclude)}
         alive = ((key, ref()) for key, ref in [*self._refs.items()])
-        return sum(one.nbytes() for key, one in alive if one is not None and key not in left_out)
+        return sum(s.nbytes() for key, s in alive if s is not None and key not in left_out)
 
     def _register(self, storage: torch.UntypedStorage) -> None:
         key, size = storage._cdata, storage.nbytes()

@@ -51,24 +51,24 @@ class Row:
     """Sites that stand for the same memory, mostly one, and their bytes."""
 
     name: str
-    """Of the site with most planned bytes; `(+n)` where n more belong to it."""
+    """Name of the site with most planned bytes; `(+n)` for n further sites."""
     kind: str
     """`weight`, `gradient`, `state` or `activation`."""
     plain: int
-    """Bytes in plain PyTorch."""
+    """Bytes of the baseline."""
     planned: int
     """Bytes with the plan."""
     compressor: str = ""
-    """Empty where all is kept; `payload` where the op is replaced by one that saves codes;
-    `derived` where the tensor is computed again from another one's payload."""
+    """Empty for kept tensors; `payload` for a replaced op, which saves codes; `derived` for tensors
+    that are recomputed from another payload."""
     reason: str = ""
-    """Why it is kept, or a note."""
+    """The reason for keeping the tensors, or a note."""
     sites: tuple[str, ...] = ()
-    """The names of all its sites."""
+    """The names of all sites."""
 
     @property
     def ratio(self) -> float | None:
-        """Planned through plain; None where there is nothing in plain PyTorch."""
+        """Planned bytes relative to the baseline's; None if the baseline has none."""
         return self.planned / self.plain if self.plain else None
 
 
@@ -77,7 +77,7 @@ class Total:
     """Bytes of a category."""
 
     plain: int
-    """Bytes in plain PyTorch."""
+    """Bytes of the baseline."""
     planned: int
     """Bytes with the plan."""
     unknown: str = ""
@@ -85,24 +85,23 @@ class Total:
 
     @property
     def ratio(self) -> float | None:
-        """Planned through plain; None where there is nothing in plain PyTorch."""
+        """Planned bytes relative to the baseline's; None if the baseline has none."""
         return self.planned / self.plain if self.plain else None
 
 
 @dataclass(frozen=True, kw_only=True)
 class KeptTensors:
-    """Tensors that were kept as they are for one reason."""
+    """Tensors that are kept for one reason."""
 
     kind: str
     """`weight`, `gradient`, `state` or `activation`."""
     reason: str
-    """Why."""
     nbytes: int
-    """Bytes kept."""
+    """Kept bytes."""
     count: int
-    """Tensors."""
+    """Number of tensors."""
     example: str
-    """The site that keeps most."""
+    """The site with most bytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,26 +123,26 @@ class Report:
     kept: tuple[KeptTensors, ...]
     """The tensors that the plan did not compress, by reason, most bytes first."""
     unmatched: tuple[str, ...]
-    """Rules that matched nothing."""
+    """Rules that matched no site."""
     loss: bool
-    """Whether the batch brings labels, so that the loss's saved tensors are counted."""
+    """Whether the batch has labels, so that the loss's saved tensors count."""
     unknown: Mapping[str, str] = field(default_factory=dict)
-    """Kind -> why its bytes are unknown."""
+    """Kind -> the reason why its bytes are unknown."""
     host: Mapping[str, int] = field(default_factory=dict)
-    """Category -> bytes in host memory with the plan, which no row and no timeline of a device
-    counts; only with `optim.device=cpu`."""
+    """Category -> bytes in host memory with the plan, which are in no row and no timeline of a
+    device; only with `optim.device=cpu`."""
     timeline: Timeline | None = None
-    """Live bytes at each moment of a step of plain PyTorch, where it was asked for."""
+    """A predicted baseline step, if requested."""
     planned_timeline: Timeline | None = None
-    """The same with the plan."""
+    """A predicted step with the plan."""
     measured: Timeline | None = None
-    """Of a real step of plain PyTorch, where it was asked for."""
+    """A measured baseline step, if requested."""
     planned_measured: Timeline | None = None
-    """Of a real step with the plan."""
+    """A measured step with the plan."""
 
     def __str__(self) -> str:
         rows = [("", "plain", "planned")]
-        kinds = sorted(self.totals().items(), key=lambda one: one[0] != "saved activations")
+        kinds = sorted(self.totals().items(), key=lambda pair: pair[0] != "saved activations")
         rows += [(name, format_size(t.plain), format_size(t.planned)) for name, t in kinds]
         titles = ("largest saved activations", "activation"), ("largest states", "state")
         for title, kind in titles:
@@ -154,7 +153,7 @@ class Report:
         return "\n".join(map(str.rstrip, lines))
 
     def totals(self) -> dict[str, Total]:
-        """Bytes by category, and `total`; what is unknown is left out of the sum and marked."""
+        """Return bytes by category, and `total`; unknown bytes are marked and left out."""
         kinds = {name: (kind,) for kind, name in CATEGORIES.items()}
         return {
             name: Total(
@@ -166,7 +165,7 @@ class Report:
         }
 
     def largest(self, count: int, kind: str = "") -> list[Row]:
-        """At most `count` rows with most plain bytes, of all kinds or one; equal ones in order."""
+        """Return the `count` largest rows of a kind, or of all kinds."""
         rows = [row for row in self.rows if kind in ("", row.kind)]
         return sorted(rows, key=lambda row: -max(row.plain, row.planned))[:count]
 
@@ -231,7 +230,7 @@ def audit(
     called = model
     model = inside_compiled(called) or called
     plan = make_plan(model, optimizer, cfg)
-    again = recomputed(model, plan.options.recompute)
+    recomputes = recomputed(model, plan.options.recompute)
     choices: dict[Site, Compressor | Keep] = {}
     plain, planned, unseen = list[Record](), list[Record](), ""
     try:
@@ -242,7 +241,7 @@ def audit(
             planned = (
                 plan.trace(called, batch, choices)
                 if plan.compresses
-                else [own._replace(planned=own.nbytes, **_LEFT) for own in plain]
+                else [record._replace(planned=record.nbytes, **_LEFT) for record in plain]
             )
     except UnpredictableError as error:
         if not measure:
@@ -258,18 +257,18 @@ def audit(
     sites = {*choices, *(record.site for record in planned)}
     rows = [
         Row(
-            name=own.site,
-            kind=own.kind,
-            plain=own.nbytes,
-            planned=own.planned,
-            compressor=own.compressor,
-            reason=own.reason,
-            sites=(own.site,),
+            name=entry.site,
+            kind=entry.kind,
+            plain=entry.nbytes,
+            planned=entry.planned,
+            compressor=entry.compressor,
+            reason=entry.reason,
+            sites=(entry.site,),
         )
-        for own in known
+        for entry in known
     ]
     report = Report(
-        rows=(*rows, *activation_rows(plain, planned, again)),
+        rows=(*rows, *activation_rows(plain, planned, recomputes)),
         kept=tuple(_kept(known, planned)),
         unmatched=() if unseen else tuple(_unmatched(plan, sites)),
         loss=isinstance(batch, Mapping) and "labels" in batch,
@@ -303,9 +302,9 @@ def _on_host(entries: Iterable[PlanEntry]) -> dict[str, int]:
 def activation_rows(
     plain: Sequence[Record], planned: Sequence[Record], recomputes: Sequence[str] = ()
 ) -> list[Row]:
-    """Join two traces of one forward to rows, in its order; every byte of both is in exactly one.
+    """Join two traces of one forward to rows; every byte of both is in exactly one row.
 
-    `recomputes` are the modules that are recomputed.
+    `recomputes` are the recomputed modules.
     """
     joined = join(plain, planned)
     number = {site: index for index, sites in enumerate(joined) for site in sites}
@@ -314,9 +313,9 @@ def activation_rows(
         records.setdefault(number.get(record.site, -1), []).append(record)
     found = []
     for index, sites in enumerate(joined):
-        own, first = records.get(index, []), next(iter(sites))
+        joined_records, first = records.get(index, []), next(iter(sites))
         inside = any(f"{first.module}.".startswith(f"{name}.") or not name for name in recomputes)
-        compressor = next((record.compressor for record in own if record.compressor), "")
+        compressor = next((r.compressor for r in joined_records if r.compressor), "")
         more = f" (+{len(sites) - 1})" if len(sites) > 1 else ""
         row = Row(
             name=f"{first.name}{more}",
@@ -324,7 +323,7 @@ def activation_rows(
             plain=sum(plain for plain, _ in sites.values()),
             planned=sum(planned for _, planned in sites.values()),
             compressor=compressor or RECOMPUTE * inside,
-            reason=next((record.reason for record in own if not record.compressor), ""),
+            reason=next((r.reason for r in joined_records if not r.compressor), ""),
             sites=tuple(site.name for site in sites),
         )
         found.append(row)
@@ -332,7 +331,7 @@ def activation_rows(
 
 
 def _kept(entries: Iterable[PlanEntry], planned: Iterable[Record]) -> list[KeptTensors]:
-    """Tensors that are kept as they are, by kind and reason."""
+    """Return the kept tensors by kind and reason."""
     groups: dict[tuple[str, str], list[tuple[int, str]]] = {}
     rows = [(e.kind, e.reason, e.planned, e.site) for e in entries if not e.compressor]
     rows += [("activation", r.reason, r.planned, r.site.name) for r in planned if not r.compressor]
@@ -352,7 +351,7 @@ def _kept(entries: Iterable[PlanEntry], planned: Iterable[Record]) -> list[KeptT
 
 
 def _unmatched(plan: Plan, sites: set[Site]) -> list[str]:
-    """The user's rules that won at no site, and sites of a plan file that the forward lacks."""
+    """Return the user's rules that matched no site, and unknown sites of a plan file."""
     known = {site.name for site in sites}
     return [
         *([f"activations.recompute: {NO_BLOCKS}"] if plan.no_blocks else ()),

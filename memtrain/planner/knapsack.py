@@ -102,9 +102,9 @@ def solve(
     """
     sums = Sums(segments)
     greedy = [_greedy(sums, multiplier) for multiplier in _multipliers(segments)]
-    totals = np.concatenate([own for own, _ in greedy])  # seconds, saved, error
-    owners = np.concatenate([np.full(len(own), k) for k, (own, _) in enumerate(greedy)])
-    steps = np.concatenate([np.arange(len(own)) for own, _ in greedy])
+    totals = np.concatenate([rows for rows, _ in greedy])  # seconds, saved, error
+    owners = np.concatenate([np.full(len(rows), k) for k, (rows, _) in enumerate(greedy)])
+    steps = np.concatenate([np.arange(len(rows)) for rows, _ in greedy])
     low, high = totals[:, 1].min(), totals[:, 1].max()
     bins = ((totals[:, 1] - low) / max(high - low, 1e-30) * BINS).astype(np.int64)
     seconds, saved, error = totals.T
@@ -207,7 +207,7 @@ def thinned(plans: Sequence[T], size: Callable[[T], float], count: int) -> list[
 
 def _multipliers(segments: Sequence[Segment]) -> np.ndarray:
     """Return the multipliers, in seconds per unit of error: from only time to only error."""
-    options = [own for segment in segments for item in segment.items for own in item.options]
+    options = [o for segment in segments for item in segment.items for o in item.options]
     seconds = [option.seconds for option in options if option.seconds > 0]
     errors = [option.error for option in options if option.error > 0]
     if not errors:
@@ -235,11 +235,11 @@ def _greedy(sums: Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], 
         for place, rate in enumerate(rates[kind])
     )
     summed = {
-        kind: np.array([sums.total(place, own) for own in of_kind[kind][2]])
+        kind: np.array([sums.total(place, choice) for choice in of_kind[kind][2]])
         for kind, place in first.items()
     }
     values = [summed[kind] for kind in kinds]
-    totals = [sum((own[0] for own in values), np.zeros(3))]
+    totals = [sum((rows[0] for rows in values), np.zeros(3))]
     asides: list[tuple[int, int, tuple[int, ...]]] = []  # after a step, a segment otherwise
     others = []
     places = [0] * len(segments)
@@ -247,19 +247,19 @@ def _greedy(sums: Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], 
         _, _, choices, inner = hulls[number]
         now, then = values[number][places[number]], values[number][place]
         if choices[place] is None:  # less than the whole segment may do
-            for own in inner:
-                asides.append((step, number, own))
-                others.append(totals[-1] - now + np.array(sums.total(number, own)))
+            for indices in inner:
+                asides.append((step, number, indices))
+                others.append(totals[-1] - now + np.array(sums.total(number, indices)))
         totals.append(totals[-1] - now + then)
         places[number] = place
 
     def choices_at(row: int) -> list[_Choices]:
         aside = row - len(steps) - 1
-        step, other, own = asides[aside] if aside >= 0 else (row, -1, ())
+        step, other, indices = asides[aside] if aside >= 0 else (row, -1, ())
         reached = {number: place for _, number, place in steps[:step]}
         found = [choices[reached.get(k, 0)] for k, (_, _, choices, _) in enumerate(hulls)]
         if other >= 0:
-            found[other] = own
+            found[other] = indices
         return found
 
     return np.array([*totals, *others]), choices_at
@@ -291,8 +291,8 @@ def _hull_of(segment: Segment, multiplier: float) -> _Hull:
         now[index] = place
         inner.append(tuple(int(h[0][k]) for h, k in zip(hulls, now, strict=True)))
         points.append((total[0], total[1], inner[-1]))
-    if (again := segment.recompute) is not None:
-        points.append((again.nbytes, again.seconds + multiplier * again.error, None))
+    if (block := segment.recompute) is not None:
+        points.append((block.nbytes, block.seconds + multiplier * block.error, None))
     nbytes, cost = (np.array([point[k] for point in points], dtype=float) for k in (0, 1))
     rows = _convex_hull(nbytes, cost)
     return nbytes[rows], cost[rows], [points[row][2] for row in rows], inner

@@ -54,9 +54,9 @@ def moment_error(state: str, compressor: Compressor | Keep) -> float:
 @cache
 def _code_error(function: str, code: DerivativeCode) -> float:
     bits = min(code.bits, _SOLVED)
-    own = DerivativeCode(bits=bits, function=function)
+    solved = DerivativeCode(bits=bits, function=function)
     slope = torch.from_numpy(CURVES[function].slope(_normal().double().numpy()))
-    return _share(_round_trip(own, _normal()), slope) * 0.25 ** (code.bits - bits)
+    return _share(_round_trip(solved, _normal()), slope) * 0.25 ** (code.bits - bits)
 
 
 @cache
@@ -87,8 +87,7 @@ def _normal() -> Tensor:
 
 
 def _rounded(compressor: Compressor, x: Tensor) -> Tensor:
-    given = x if compressor.shaped else x.flatten()
-    return _round_trip(compressor, given).view_as(x)
+    return _round_trip(compressor, x if compressor.shaped else x.flatten()).view_as(x)
 
 
 @cache

@@ -42,16 +42,16 @@ def gather_states(
         variants = [name for name in variants if name != BITS2]
     found = {}
     for variant in dict.fromkeys([*variants, BITS4]):
-        own = replace(config.optim, rules=_rules(config.optim, variant), sites={})
-        plan = make_plan(model, optimizer, replace(config, optim=own))
+        optim = replace(config.optim, rules=_rules(config.optim, variant), sites={})
+        plan = make_plan(model, optimizer, replace(config, optim=optim))
         found[variant] = _states(plan, model, optimizer, variant, goal)
     unit = found[BITS4].error or 1.0
     listed = [found[name]._replace(error=found[name].error / unit) for name in variants]
-    ranks = [(own.nbytes, own.seconds, own.error, place) for place, own in enumerate(listed)]
+    ranks = [(s.nbytes, s.seconds, s.error, index) for index, s in enumerate(listed)]
     return [
-        own
-        for own, rank in zip(listed, ranks, strict=True)
-        if own.error <= goal.max_error
+        states
+        for states, rank in zip(listed, ranks, strict=True)
+        if states.error <= goal.max_error
         and not any(
             other != rank and all(a <= b for a, b in zip(other, rank, strict=True))
             for other in ranks
@@ -59,9 +59,9 @@ def gather_states(
     ] or listed[:1]
 
 
-def _rules(own: Optim, variant: str) -> list[StateRule]:
+def _rules(optim: Optim, variant: str) -> list[StateRule]:
     """Return the rules of a variant; torch's states need one, too, to be in host memory."""
-    exact = [StateRule(compressor="identity")] if own.device == CPU else []
+    exact = [StateRule(compressor="identity")] if optim.device == CPU else []
     return state_rules(variant) or exact
 
 

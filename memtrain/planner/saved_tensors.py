@@ -73,7 +73,11 @@ def saved_items(
     pairs = [(name, DEFAULT) for name in (SCHEMES if quantise else (KEEP,))]
     pairs += [(name, NARROW) for name in ((CODES, GROUPS) if quantise else ())]
     traces = _traces([_under(plan, model, *pair) for pair in pairs], model, batch, progress)
-    wide = {name: trace for (name, own), trace in zip(pairs, traces, strict=True) if own is DEFAULT}
+    wide = {
+        name: trace
+        for (name, widths), trace in zip(pairs, traces, strict=True)
+        if widths is DEFAULT
+    }
     groups = _united(traces)
     slopes: dict[tuple[Any, ...], tuple[str, int]] = {}
     for (name, widths), trace in zip(pairs, traces, strict=True):
@@ -83,7 +87,7 @@ def saved_items(
     balanced = parts[id(wide[BALANCED])] if BALANCED in wide else {}
     items = []
     for top, sites in groups.sets().items():
-        options = _candidates([own.get(top, []) for own in parts.values()])
+        options = _candidates([part.get(top, []) for part in parts.values()])
         reference = _option(balanced.get(top, []), DEFAULT)
         items.append(Item(options, top.name, frozenset(sites), reference))
     return items
@@ -91,21 +95,21 @@ def saved_items(
 
 def pareto_options(options: Sequence[Option]) -> list[Option]:
     """Return the first option, `keep`, and the options that none dominates, largest first."""
-    columns = [(own.nbytes, own.error, own.moved, own.calls) for own in options]
+    columns = [(option.nbytes, option.error, option.moved, option.calls) for option in options]
     rows = [row for row in pareto_front(np.array(columns, dtype=float)).tolist() if row]
-    rest = sorted((options[row] for row in rows), key=lambda own: (-own.nbytes, own.error))
+    rest = sorted((options[row] for row in rows), key=lambda option: (-option.nbytes, option.error))
     return [options[0], *rest]
 
 
 def _under(plan: Plan, model: nn.Module, scheme: str, widths: Mapping[str, int]) -> Plan:
     """Return the plan with a scheme's rules for saved tensors, without states."""
     rules = activation_rules(scheme, widths)
-    own = replace(plan.config.activations, rules=rules, sites={}, recompute=[])
+    activations = replace(plan.config.activations, rules=rules, sites={}, recompute=[])
     paths = [name for name, _ in model.named_modules()]
     plan = replace(
         plan,
-        config=replace(plan.config, activations=own),
-        activation_rules=rules_of(own, paths),
+        config=replace(plan.config, activations=activations),
+        activation_rules=rules_of(activations, paths),
         _entries={},
     )
     return replace(plan, bits=plan.automatic_bits())
@@ -122,12 +126,12 @@ def _traces(
         same = (
             trace
             for choices, trace in known
-            if all(plan.choose_activation(site) == own for site, own in choices.items())
+            if all(plan.choose_activation(site) == choice for site, choice in choices.items())
         )
         if (trace := next(same, None)) is None:
             choices: dict[Site, Compressor | Keep] = {}
             records = plan.trace(model, batch, choices)
-            trace = [SavedTensor(own, choices.get(own.site, _NOT_ASKED)) for own in records]
+            trace = [SavedTensor(r, choices.get(r.site, _NOT_ASKED)) for r in records]
             known.append((choices, trace))
         found.append(trace)
     return found
@@ -135,7 +139,7 @@ def _traces(
 
 def _united(traces: Sequence[_Trace]) -> DisjointSets:
     """Return sets of sites whose bytes add up for any choice of each set."""
-    unique = {id(trace): [own.record for own in trace] for trace in traces}
+    unique = {id(trace): [saved.record for saved in trace] for trace in traces}
     plain, groups = unique[id(traces[0])], DisjointSets()
     for records in unique.values():
         for record in records:
@@ -164,16 +168,16 @@ def _unite_shared(groups: DisjointSets, records: Sequence[Record]) -> None:
 
 def _slopes(wide: _Trace, narrow: _Trace) -> dict[tuple[Any, ...], tuple[str, int]]:
     """Map site, choice and bytes of a saved tensor to the key of its width and the slope."""
-    if [own.record.site for own in wide] != [own.record.site for own in narrow]:
+    if [s.record.site for s in wide] != [s.record.site for s in narrow]:
         return {}
     found = {}
-    for one, other in zip(wide, narrow, strict=True):
-        name = _followed(one.choice, other.choice)
-        if name and bool(one.record.compressor) == bool(other.record.compressor):
+    for first, second in zip(wide, narrow, strict=True):
+        name = _followed(first.choice, second.choice)
+        if name and bool(first.record.compressor) == bool(second.record.compressor):
             bits = DEFAULT[name] - NARROW[name]
-            slope, rest = divmod(one.record.planned - other.record.planned, bits)
+            slope, rest = divmod(first.record.planned - second.record.planned, bits)
             if not rest:
-                found[one.record.site, one.choice, one.record.planned] = name, slope
+                found[first.record.site, first.choice, first.record.planned] = name, slope
     return found
 
 
@@ -195,13 +199,13 @@ def _by_item(
     before = None
     for record, choice, *_ in trace:
         width, slope = slopes.get((record.site, choice, record.planned), ("", 0))
-        own = SavedTensor(record, choice, width, slope, choice, first=record.site != before)
+        saved = SavedTensor(record, choice, width, slope, choice, first=record.site != before)
         source = latest.get(record.source) if record.source else None
         if source is not None:  # its error is that of what it is computed from
-            own = SavedTensor(record, choice, source.width, 0, source.root, record.source)
+            saved = SavedTensor(record, choice, source.width, 0, source.root, record.source)
         if record.shape:
-            latest[record.site.op] = own
-        found.setdefault(groups.find(record.site), []).append(own)
+            latest[record.site.op] = saved
+        found.setdefault(groups.find(record.site), []).append(saved)
         before = record.site if record.compressor == _PAYLOAD else None
     return found
 
@@ -219,16 +223,16 @@ def _candidates(schemes: Sequence[_Trace]) -> list[Option]:
 def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
     """Return all widths that make a difference, and the costs at each: [widths, 4]."""
     fixed, moving = np.zeros(4), dict[str, np.ndarray]()
-    for own in tensors:
-        if not (name := own.width):
-            fixed += _cost(own, DEFAULT)
+    for saved in tensors:
+        if not (name := saved.width):
+            fixed += _cost(saved, DEFAULT)
             continue
-        each = np.array([_cost(own, {**DEFAULT, name: bits}) for bits in _widths(name)])
+        each = np.array([_cost(saved, {**DEFAULT, name: bits}) for bits in _widths(name)])
         moving[name] = moving.get(name, np.zeros(each.shape)) + each
     found: list[Mapping[str, int]] = [DEFAULT]
     totals = fixed[None]
     for name, table in moving.items():
-        found = [{**own, name: bits} for own in found for bits in _widths(name)]
+        found = [{**widths, name: bits} for widths in found for bits in _widths(name)]
         totals = (totals[:, None] + table[None]).reshape(-1, 4)
     return found, totals
 
@@ -237,36 +241,36 @@ def _widths(name: str) -> range:
     return range(NARROW[name], 9)
 
 
-def _cost(own: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int, int]:
+def _cost(saved: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int, int]:
     """Return bytes, error, moved bytes and calls."""
-    record, nbytes = own.record, own.record.planned
-    if own.width:
-        nbytes += own.slope * (widths[own.width] - DEFAULT[own.width])
-    root = _at(own.root, own, widths)
+    record, nbytes = saved.record, saved.record.planned
+    if saved.width:
+        nbytes += saved.slope * (widths[saved.width] - DEFAULT[saved.width])
+    root = _at(saved.root, saved, widths)
     if not record.compressor or isinstance(root, Keep) or root.is_identity:
         return nbytes, 0.0, 0, 0
     if record.compressor == _PAYLOAD:
-        return nbytes, _error(own, root) if own.first else 0.0, 2 * nbytes, 0
+        return nbytes, _error(saved, root) if saved.first else 0.0, 2 * nbytes, 0
     size = prod(record.shape) * getattr(torch, record.dtype).itemsize
     passes = 1 if record.reason == SHARED else 2  # decompressed only, or compressed before
-    return nbytes, _error(own, root), passes * size + 2 * nbytes, passes
+    return nbytes, _error(saved, root), passes * size + 2 * nbytes, passes
 
 
-def _error(own: SavedTensor, root: Compressor) -> float:
-    record = own.record
+def _error(saved: SavedTensor, root: Compressor) -> float:
+    record = saved.record
     if record.compressor.startswith(("Mask", "Integers")):
         return 0.0
-    if own.source and record.site.op not in CURVES:
-        return derived_error(root, own.source)
+    if saved.source and record.site.op not in CURVES:
+        return derived_error(root, saved.source)
     return relative_error(root, record.site.op)
 
 
 def _at(
-    choice: Compressor | Keep, own: SavedTensor, widths: Mapping[str, int]
+    choice: Compressor | Keep, saved: SavedTensor, widths: Mapping[str, int]
 ) -> Compressor | Keep:
     """Return the compressor at its width."""
-    if own.width and not isinstance(choice, Keep):
-        return choice.with_width(widths[own.width])
+    if saved.width and not isinstance(choice, Keep):
+        return choice.with_width(widths[saved.width])
     return choice
 
 
@@ -275,17 +279,17 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
     choices: dict[Site, Compressor | Keep] = {}
     names: set[str] = set()
     packed = False
-    for own in tensors:
-        chosen = own.choice if own.source else _at(own.choice, own, widths)
-        if own.record.shape and chosen != _NOT_ASKED:
-            choices[own.record.site] = chosen
-        if isinstance(chosen, Keep) or not own.record.compressor:
+    for saved in tensors:
+        chosen = saved.choice if saved.source else _at(saved.choice, saved, widths)
+        if saved.record.shape and chosen != _NOT_ASKED:
+            choices[saved.record.site] = chosen
+        if isinstance(chosen, Keep) or not saved.record.compressor:
             continue
         packed = True
-        if not own.source and _error(own, chosen):
+        if not saved.source and _error(saved, chosen):
             names.add(_named(chosen))
     name = " + ".join(sorted(names)) or (LOSSLESS if packed else KEEP)
-    costs = [_cost(own, widths) for own in tensors]
+    costs = [_cost(saved, widths) for saved in tensors]
     nbytes, error, moved, calls = map(sum, zip(*costs, strict=True)) if costs else (0, 0.0, 0, 0)
     return Option(0.0, nbytes, error, name, moved, calls, choices)
 
@@ -293,5 +297,5 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
 @cache
 def _named(chosen: Compressor) -> str:
     """Return the name of a compressor in a plan file: `group 4`."""
-    own = compressor_spec(chosen)
-    return " ".join(str(own[field]) for field in ("name", "bits") if field in own)
+    spec = compressor_spec(chosen)
+    return " ".join(str(spec[field]) for field in ("name", "bits") if field in spec)

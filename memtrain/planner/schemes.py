@@ -57,14 +57,12 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     """
     if scheme == KEEP:
         return []
-    own = ActivationRule(compressor={**_NARROW, "bits": widths[REST]})
-    rows = ActivationRule(
-        op="linear", tensor="input", compressor={**own.compressor, "whole_rows": True}
-    )
+    group = {**_NARROW, "bits": widths[REST]}
+    rows = ActivationRule(op="linear", tensor="input", compressor={**group, "whole_rows": True})
     codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
     smooth = ActivationRule(op="@smooth", compressor={**_NARROW, "bits": widths[SMOOTH]})
     none = ActivationRule(op="@nonlinear", compressor=KEEP)
-    rest = [*_BIAS, rows, own]
+    rest = [*_BIAS, rows, ActivationRule(compressor=group)]
     return {
         BALANCED: [*_SATURATING, _HARDSWISH, _SILU, codes, *rest],
         CODES: [*_SATURATING, *_EXACT_CODES, codes, *rest],

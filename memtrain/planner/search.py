@@ -294,7 +294,7 @@ def _plan(
     with conditions(model, step):
         asked = {record.site.name for record in plan.trace(model, batch, choices)}
         asked |= {site.name for site in choices}
-        sites = {name: own for name, own in config.activations.sites.items() if name in asked}
+        sites = {name: spec for name, spec in config.activations.sites.items() if name in asked}
         activations = replace(config.activations, sites=sites)
         config = replace(config, activations=activations)
         return rules.make_plan(model, optimizer, config, batch=batch)

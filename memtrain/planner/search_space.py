@@ -46,8 +46,8 @@ def gather(
 
     The config's exceptions hold under every scheme; its rules do not.
     """
-    none = replace(config.activations, rules=[], sites={}, recompute=[])
-    plan = make_plan(model, optimizer, replace(config, activations=none))
+    keep = replace(config.activations, rules=[], sites={}, recompute=[])
+    plan = make_plan(model, optimizer, replace(config, activations=keep))
     paths = blocks_of(model) if "recompute" in goal.names else []
     work = measure_forward(model, batch, paths)
     again: dict[str, Option] = {}
@@ -82,7 +82,7 @@ def _segments(
         owners = {_owner(site.module, paths) for site in item.sites}
         owner = owners.pop() if len(owners) == 1 else ""
         if not segments or segments[-1].name != owner:
-            known = next((one for one in segments if owner and one.name == owner), None)
+            known = next((s for s in segments if owner and s.name == owner), None)
             if known is not None:
                 known.items.append(item)
                 continue
@@ -92,13 +92,13 @@ def _segments(
     rest = sum(sizes.values())
     for segment in segments:
         modules = {site.module for item in segment.items for site in item.sites}
-        own = [
+        names = [
             name
             for name in sizes
             if name.rpartition(".")[0] in modules
             or (segment.name and name.startswith(segment.name))
         ]
-        rest -= sum(sizes.pop(name) for name in own)
+        rest -= sum(sizes.pop(name) for name in names)
         segment.later = rest
         segment.transient = sum(item.options[0].nbytes for item in segment.items)
     return segments
