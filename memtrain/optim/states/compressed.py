@@ -220,7 +220,9 @@ class CompressedOptimizer(CompressedStates):
                 )
 
     @contextmanager
-    def _states_in(self, inner: Optimizer, groups: list[dict[str, Any]]) -> Iterator[None]:
+    def _states_in(
+        self, inner: Optimizer, groups: list[dict[str, Any]], *, steps: bool = True
+    ) -> Iterator[None]:
         """Give the inner optimizer these groups and their states; compress the changed states."""
         kept, inner.param_groups = inner.param_groups, groups
         before: dict[Tensor, dict[str, tuple[Any, Any]]] = {}
@@ -237,9 +239,11 @@ class CompressedOptimizer(CompressedStates):
                     value is old[name][0] and getattr(value, "_version", None) == old[name][1]
                     for name, value in state.items()
                 )
-                # Rounding an unchanged state again would add up. Compressing a part is collective,
-                # and a process with an empty part cannot see a change.
-                if same and shard_of(param) is None:
+                # Rounding an unchanged state again would add up. A kernel may write without a new
+                # version, as torch's fused SGD does: a step with a gradient changes states.
+                # Compressing a part is collective, and an empty part cannot show a change.
+                stepped = steps and param.grad is not None
+                if same and not stepped and shard_of(param) is None:
                     continue
                 self.state[param] = self._packed(param, state)
         finally:
@@ -255,7 +259,7 @@ class CompressedOptimizer(CompressedStates):
 
         @torch.no_grad()
         def with_states(*args: Any, **kwargs: Any) -> Any:
-            with self._states_in(_inner(self), self.param_groups):
+            with self._states_in(_inner(self), self.param_groups, steps=False):
                 return method(*args, **kwargs)
 
         return with_states
