@@ -1,6 +1,7 @@
 """memtrain-report: the peak, real steps beside it, the sizes that fit a memory."""
 
 import json
+import sys
 
 import pytest
 import torch
@@ -137,3 +138,29 @@ def test_a_batch_without_tensors_is_one_clear_line(builder, capsys):
     error = capsys.readouterr().err
     assert "tensor" in error
     assert error.count("\n") == 1
+
+
+CONVERTED = """
+import torch
+from torch import nn
+
+
+def build():
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64))
+    model[2].weight = model[0].weight
+    return model.CONVERSION, torch.zeros(8, 64, dtype=torch.bfloat16)
+"""
+
+
+@pytest.mark.parametrize("how", ["to(torch.bfloat16)", "bfloat16()", "half().to(torch.bfloat16)"])
+def test_a_builder_may_convert_its_model(how, builder):
+    (builder / "converted.py").write_text(CONVERTED.replace("CONVERSION", how))
+    try:
+        model = build(Request(model="py:converted:build"))[0]
+        assert [p.dtype for p in model.parameters()] == 5 * [torch.bfloat16]
+        assert all(isinstance(p, torch.nn.Parameter) for p in model.parameters())
+        assert main(["model=py:converted:build", "--json", "a.json"]) == 0
+    finally:
+        sys.modules.pop("converted", None)
+    content = json.loads((builder / "a.json").read_text())
+    assert content["categories"]["weights"]["plain"] == 2 * (64 * 64 + 4 * 64)

@@ -67,10 +67,18 @@ def context(dtype: torch.dtype, *, real: bool) -> Iterator[None]:
         if real:
             yield
         else:
-            with FakeTensorMode(allow_non_fake_inputs=True), _ComputeLinspace():
+            with _without_memos(FakeTensorMode(allow_non_fake_inputs=True)), _ComputeLinspace():
                 yield
     finally:
         torch.set_default_dtype(before)
+
+
+def _without_memos(mode: FakeTensorMode) -> FakeTensorMode:
+    """Keep no weak references to results of ops: `model.to(dtype)` refuses such parameters."""
+    converter = mode.fake_tensor_converter
+    memoize = converter.set_tensor_memo
+    converter.set_tensor_memo = lambda t, v: None if t.is_meta else memoize(t, v)
+    return mode
 
 
 class _ComputeLinspace(TorchFunctionMode):
