@@ -205,16 +205,6 @@ def test_waits_are_counted_from_torchs_warnings():
     assert clocks.waits(step, clocks.Scale("cpu", True, Path()))["waits"] == 1
 
 
-def test_what_matters_most_is_compiled_first():
-    cases = steps.training("gpt2", clocks.Scale("cpu", True, Path()), compiled=True)
-    found = [(label["variant"], label["mode"]) for label, _ in cases]
-    both = [
-        (name, mode) for mode in ("default", "reduce-overhead") for name in ("plain", "balanced")
-    ]
-    assert found[:4] == both
-    assert sorted(found[4:]) == [("checkpointed", "default"), ("exact", "default")]
-
-
 def test_the_commands_that_are_documented_run_every_step_in_time():
     page = (session.ROOT / "docs" / "gpu.md").read_text()
     commands = re.findall(r"(?m)^\| `([\w,]+)` \| .* = (\d+)", page)

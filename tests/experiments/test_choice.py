@@ -5,6 +5,7 @@ import torch
 
 import memtrain
 from experiments import choice
+from experiments.cifar import cifar
 from experiments.study import read
 from experiments.tasks import UNet3d, volumes
 
@@ -87,3 +88,22 @@ def test_a_study_continues_and_runs_of_several_lengths_are_separate_rows(tmp_pat
     assert "digits, 2 steps | 0.001 | plain" in capsys.readouterr().out
     assert choice.main(["variants=plane"]) == 2
     assert "unknown: plane; allowed: plain" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("family", "parameters"),
+    # as in the public CIFAR forms of them
+    [
+        ("shufflenet_v2", 1_263_854),
+        ("resnet18", 11_173_962),
+    ],
+)
+def test_cifar_families(family, parameters):
+    model = cifar(family=family, channels=3)
+    assert sum(p.numel() for p in model.parameters()) == parameters
+    narrow = cifar(family=family, channels=3, width=0.1)
+    for size in (8, 32):
+        logits = narrow(torch.randn(2, 3, size, size))
+        assert logits.shape == (2, 10)
+    logits.sum().backward()
+    assert all(p.grad is not None for p in narrow.parameters())

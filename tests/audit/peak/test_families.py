@@ -85,3 +85,26 @@ def test_seven_billion_parameters_take_a_minute_and_two_gibibytes():
     assert plain > 4 * weights > 2 * weights < planned < plain
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 60
     assert after.ru_maxrss < 2 * 2**20  # KiB
+
+
+COUNTED = """
+import torch
+from benchmarks import tracker
+
+mib = 2**20
+held = []
+tracker.peak_of(lambda: torch.empty(1))  # what is made once, at first
+noise = 4096  # Python's own objects
+assert 0 <= tracker.peak_of(lambda: torch.empty(mib, dtype=torch.uint8)) - mib < noise
+held.append(torch.empty(3 * mib, dtype=torch.uint8))
+before = tracker.live()
+held.clear()
+assert 0 <= before - tracker.live() - 3 * mib < noise
+grown = bytearray(mib)
+assert mib <= tracker.peak_of(lambda: grown.extend(bytes(2 * mib))) < 8 * mib
+"""
+
+
+def test_the_tracker_counts_what_is_allocated_and_freed():
+    done = tracker.run(["-c", COUNTED], capture_output=True)
+    assert done.returncode == 0, done.stderr
