@@ -146,18 +146,12 @@ inline void dequantize_bits(const Book& b, int64_t begin, int64_t end, float* ro
 }
 
 inline void quantize_book(const Book& b, int64_t begin, int64_t end, float* room, uint8_t* made) {
-  const int64_t bits = b.bits;
-#define MT_QUANTIZE(B) quantize_bits<B>(b, begin, end, room, made)
-  MT_BITS_SWITCH(MT_QUANTIZE)
-#undef MT_QUANTIZE
+  with_bits(b.bits, [&](auto bits) { quantize_bits<bits>(b, begin, end, room, made); });
 }
 
 inline void dequantize_book(const Book& b, int64_t begin, int64_t end, float* room,
                             uint8_t* packed) {
-  const int64_t bits = b.bits;
-#define MT_DEQUANTIZE(B) dequantize_bits<B>(b, begin, end, room, packed)
-  MT_BITS_SWITCH(MT_DEQUANTIZE)
-#undef MT_DEQUANTIZE
+  with_bits(b.bits, [&](auto bits) { dequantize_bits<bits>(b, begin, end, room, packed); });
 }
 
 #endif

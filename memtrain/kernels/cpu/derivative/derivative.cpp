@@ -125,11 +125,8 @@ inline void encode_blocks(const Derivative& s, int64_t begin, int64_t end) {
 }
 
 inline void encode_range(const Derivative& s, int64_t begin, int64_t end) {
-  const int64_t bits = s.bits;
   if (s.parity == kBand) return encode_blocks<1, Band>(s, begin, end);
-#define MT_ENCODE(B) encode_blocks<B, Boundaries<B>>(s, begin, end)
-  MT_BITS_SWITCH(MT_ENCODE)
-#undef MT_ENCODE
+  with_bits(s.bits, [&](auto bits) { encode_blocks<bits, Boundaries<bits>>(s, begin, end); });
 }
 
 template <int kBits>
@@ -170,10 +167,7 @@ inline void decode_blocks(const Derivative& s, int64_t begin, int64_t end) {
 }
 
 inline void decode_range(const Derivative& s, int64_t begin, int64_t end) {
-  const int64_t bits = s.bits;
-#define MT_DECODE(B) decode_blocks<B>(s, begin, end)
-  MT_BITS_SWITCH(MT_DECODE)
-#undef MT_DECODE
+  with_bits(s.bits, [&](auto bits) { decode_blocks<bits>(s, begin, end); });
 }
 
 #endif

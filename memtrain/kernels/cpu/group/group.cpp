@@ -3,7 +3,6 @@
 #define MT_SELF "group/group.cpp"
 #include <cmath>
 #include <cstring>
-#include <type_traits>
 
 #include "group/group.h"
 #include "floats/runs.h"
@@ -214,7 +213,7 @@ inline void quantize_groups_of(const float* x, int64_t first, int64_t count, con
 // `x` has `left` numbers, and what fills its last group up.
 inline void quantize_tile(const float* x, int64_t first, int64_t count, const Quantizer& to,
                           Scratch& scratch, int64_t left) {
-  const int64_t bits = to.bits, width = to.size / 8;
+  const int64_t width = to.size / 8;
   const int64_t from = first / 2 * width, draws = ((first + count + 1) / 2 - first / 2) * width;
   if (to.stochastic)
     for (int64_t i = 0; i < draws; i += 16) {
@@ -222,9 +221,9 @@ inline void quantize_tile(const float* x, int64_t first, int64_t count, const Qu
       draw(static_cast<uint32_t>(from + i), static_cast<uint64_t>(to.seed), words);
       for (int j = 0; j < 4; ++j) store(scratch.words() + j * scratch.stride + i, words[j]);
     }
-#define MT_QUANTIZE(B) quantize_groups_of<B>(x, first, count, to, scratch, left)
-  MT_BITS_SWITCH(MT_QUANTIZE)
-#undef MT_QUANTIZE
+  with_bits(to.bits, [&](auto bits) {
+    quantize_groups_of<bits>(x, first, count, to, scratch, left);
+  });
 }
 
 MT_INLINE void put(float* out, F x) { store(out, x); }
@@ -263,12 +262,10 @@ inline void dequantize_groups_of(const Job& job, int64_t begin, int64_t end, Scr
 }
 
 inline void dequantize_range(const Job& job, int64_t begin, int64_t end, Scratch& scratch) {
-  const int64_t bits = job.codes.bits;
-#define MT_DEQUANTIZE(B)                                                  \
-  job.bf16 ? dequantize_groups_of<B, uint16_t>(job, begin, end, scratch)  \
-           : dequantize_groups_of<B, float>(job, begin, end, scratch)
-  MT_BITS_SWITCH(MT_DEQUANTIZE)
-#undef MT_DEQUANTIZE
+  with_bits(job.codes.bits, [&](auto bits) {
+    job.bf16 ? dequantize_groups_of<bits, uint16_t>(job, begin, end, scratch)
+             : dequantize_groups_of<bits, float>(job, begin, end, scratch);
+  });
 }
 
 #endif

@@ -70,17 +70,11 @@ inline void unpack_blocks(const Packing& c, int64_t begin, int64_t end) {
 }
 
 inline void pack(const Packing& c, int64_t begin, int64_t end) {
-  const int64_t bits = c.bits;
-#define MT_PACK(B) pack_blocks<B>(c, begin, end)
-  MT_BITS_SWITCH(MT_PACK)
-#undef MT_PACK
+  with_bits(c.bits, [&](auto bits) { pack_blocks<bits>(c, begin, end); });
 }
 
 inline void unpack(const Packing& c, int64_t begin, int64_t end) {
-  const int64_t bits = c.bits;
-#define MT_UNPACK(B) unpack_blocks<B>(c, begin, end)
-  MT_BITS_SWITCH(MT_UNPACK)
-#undef MT_UNPACK
+  with_bits(c.bits, [&](auto bits) { unpack_blocks<bits>(c, begin, end); });
 }
 
 #endif

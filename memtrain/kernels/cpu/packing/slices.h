@@ -1,6 +1,21 @@
 // Codes of sixteen positions of a block's eight slices, and their packed bytes (layout:
 // kernels/packing/bits.py). Included once per instruction set, after foreach_isa.h.
 
+// run(bits) with a constant that equals `bits`.
+template <typename Run>
+inline void with_bits(int64_t bits, const Run& run) {
+  switch (bits) {
+    case 1: return run(std::integral_constant<int, 1>());
+    case 2: return run(std::integral_constant<int, 2>());
+    case 3: return run(std::integral_constant<int, 3>());
+    case 4: return run(std::integral_constant<int, 4>());
+    case 5: return run(std::integral_constant<int, 5>());
+    case 6: return run(std::integral_constant<int, 6>());
+    case 7: return run(std::integral_constant<int, 7>());
+    case 8: return run(std::integral_constant<int, 8>());
+  }
+}
+
 // Where the vectors begin that cover a slice of `width` positions: the last one again has some of
 // the one before. The only one of a shorter slice reaches past it.
 MT_INLINE int64_t next(int64_t c, int64_t width) {
