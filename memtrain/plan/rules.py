@@ -7,10 +7,9 @@ from typing import Any
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.intercept.recompute import BLOCKS
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, NO_RULE, Site
-from memtrain.compressors import Compressor, Keep
+from memtrain.compressors import Compressor, Keep, check_role
 from memtrain.compressors.auto import Auto
 from memtrain.compressors.base import ACTIVATION, CHECKPOINTED_INPUT, STATE
-from memtrain.compressors.registry import check_role
 from memtrain.config.sources import KEEP, Activations, Optim, nearest
 from memtrain.plan.compressor_specs import build_compressor
 

@@ -1,6 +1,7 @@
 """Values of pointwise nonlinearities, equal to torch's, by name and parameters."""
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -35,21 +36,14 @@ FUNCTIONS: dict[str, Function] = {
     "threshold": F.threshold,
     "clamp": torch.clamp,
 }
+_WITH_INPLACE = (
+    "silu", "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "mish", "hardtanh", "hardsigmoid",
+    "hardswish", "threshold",
+)  # fmt: skip
 _IN_PLACE: dict[str, Function] = {
-    "silu": lambda x: F.silu(x, inplace=True),
-    "relu": torch.relu_,
-    "relu6": lambda x: F.relu6(x, inplace=True),
-    "leaky_relu": F.leaky_relu_,
-    "elu": F.elu_,
-    "celu": torch.celu_,
-    "selu": torch.selu_,
+    **{name: partial(getattr(F, name), inplace=True) for name in _WITH_INPLACE},
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
-    "mish": lambda x: F.mish(x, inplace=True),
-    "hardtanh": F.hardtanh_,
-    "hardsigmoid": lambda x: F.hardsigmoid(x, inplace=True),
-    "hardswish": lambda x: F.hardswish(x, inplace=True),
-    "threshold": torch.threshold_,
     "clamp": torch.clamp_,
 }
 

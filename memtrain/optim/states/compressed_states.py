@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.compressors import state_parts
 from memtrain.compressors.base import Compressor
-from memtrain.compressors.registry import state_parts
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.first_step import first_names

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from memtrain.compressors import check_role
 from memtrain.compressors.base import STATE, Compressor, Keep, Key, Packed
 from memtrain.compressors.codebook import Block
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
-from memtrain.compressors.registry import check_role
 from memtrain.optim.states import shards
 from memtrain.optim.states.per_parameter import positions_of
 

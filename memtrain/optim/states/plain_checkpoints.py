@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from memtrain.compressors.registry import state_parts
+from memtrain.compressors import state_parts
 from memtrain.optim.states.layout import is_packed
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
