@@ -56,7 +56,7 @@ def cases() -> dict[str, Callable[[], str]]:
         for options in row.options:
             compressor = COMPRESSORS[name](**options)
             x = values((33, 40))
-            x = {"positive": x.abs(), "coin": x > 0}.get(row.make.__name__, x)
+            x = x.abs() if row.make.__name__ == "positive" else x
             x = (100 * x).long() if row.make.__name__ == "integers" else x
             found[f"{compressor}"] = lambda c=compressor, x=x: compressed(c, x)
     for name in ("B128/DE", "B128/DE+SR", "B256/DE8", "B64/E2M1", "Rank-1/Linear"):

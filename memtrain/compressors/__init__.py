@@ -9,7 +9,7 @@ from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.lloyd_max import LloydMax
-from memtrain.compressors.lossless import Integers, Mask
+from memtrain.compressors.lossless import Integers
 from memtrain.compressors.patch import Patch
 from memtrain.compressors.rank1 import Rank1
 from memtrain.compressors.samples import Samples
@@ -28,7 +28,6 @@ __all__ = [
     "Keep",
     "Key",
     "LloydMax",
-    "Mask",
     "Packed",
     "Patch",
     "Rank1",
@@ -41,7 +40,6 @@ COMPRESSORS: dict[str, type[Compressor]] = {
     "group": Group,
     "samples": Samples,
     "host": Host,
-    "mask": Mask,
     "integers": Integers,
     "block": Block,
     "patch": Patch,
@@ -58,9 +56,9 @@ def check_role(compressor: Compressor, role: str, where: object = "") -> None:
 
     Example:
         >>> check_role(Group(), STATE)
-        >>> check_role(Mask(), STATE, "exp_avg")
+        >>> check_role(Integers(limit=2), STATE, "exp_avg")
         Traceback (most recent call last):
-        ValueError: Mask() as optimizer state (exp_avg); allowed: identity, group, samples, ...
+        ValueError: Integers(limit=2) as optimizer state (exp_avg); allowed: identity, group, ...
     """
     if compressor.serves(role):
         return

@@ -27,37 +27,8 @@ def why_blocks(kind: str, shape: torch.Size, numbers: int) -> str:
     return f"{kind} vectors would cost {cost:.2f} bytes per parameter: block instead"
 
 
-class CodebookCompressor(Compressor):
-    """Base of the compressors with a codebook and a rounding."""
-
-    map: str
-    signed: bool
-    rounding: str
-
-    def __post_init__(self) -> None:
-        if self.rounding not in ROUNDINGS:
-            raise ValueError(f"rounding={self.rounding!r}; allowed: {', '.join(ROUNDINGS)}")
-        codebook(self.map, bits=self.bits, signed=self.signed)
-
-    @property
-    def second_moment(self) -> bool:
-        """Whether the lowest value of the codebook is above 0."""
-        return codebook(self.map, bits=self.bits, signed=self.signed)[0] > 0
-
-    def _codebook(self) -> Codebook:
-        return Codebook(self.map, self.bits, self.signed)
-
-    def _seed(self, key: Key) -> int | None:
-        """Return the seed of stochastic rounding, or None for rounding to nearest."""
-        return key.bits() if self.rounding == "stochastic" else None
-
-    def _block(self) -> "Block":
-        """Return blocks of 128 with the same codebook."""
-        return Block(map=self.map, bits=self.bits, signed=self.signed, rounding=self.rounding)
-
-
 @dataclass(frozen=True, kw_only=True)
-class Block(CodebookCompressor):
+class Block(Compressor):
     """Blocks of codes with one scale each: `B128/DE` and its family.
 
     Zeros decode to zeros. A NaN or Inf affects its own block only: the block decodes to NaN, or to
@@ -109,7 +80,23 @@ class Block(CodebookCompressor):
     def __post_init__(self) -> None:
         if self.block_size < 8 or self.block_size % 8:
             raise ValueError(f"block_size must be a multiple of 8 from 8 on, got {self.block_size}")
-        super().__post_init__()
+        if self.rounding not in ROUNDINGS:
+            raise ValueError(f"rounding={self.rounding!r}; allowed: {', '.join(ROUNDINGS)}")
+        codebook(*self.book)
+
+    @property
+    def second_moment(self) -> bool:
+        """Whether the lowest value of the codebook is above 0."""
+        return codebook(*self.book)[0] > 0
+
+    @property
+    def book(self) -> Codebook:
+        """The codebook."""
+        return Codebook(self.map, self.bits, self.signed)
+
+    def seed(self, key: Key) -> int | None:
+        """Return the seed of stochastic rounding, or None for rounding to nearest."""
+        return key.bits() if self.rounding == "stochastic" else None
 
     @property
     def size(self) -> int:
@@ -131,18 +118,18 @@ class Block(CodebookCompressor):
             whole = torch.nn.functional.pad(rows, (0, missing)) if missing else rows
         else:
             whole = x
-        book, seed = self._codebook(), self._seed(key)
-        codes, scale = quantize_blocks(whole, book, block_size=self.size, seed=seed)
+        seed = self.seed(key)
+        codes, scale = quantize_blocks(whole, self.book, block_size=self.size, seed=seed)
         return Packed({"codes": codes, "scale": scale}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return a contiguous tensor of the original shape and dtype."""
         codes, scale = packed.tensors["codes"], packed.tensors["scale"]
         if not self.columns:
-            flat = dequantize_blocks(codes, scale, self._codebook(), numel=packed.shape.numel())
+            flat = dequantize_blocks(codes, scale, self.book, numel=packed.shape.numel())
         else:
             width, rows = self._blocks * self.size, packed.shape.numel() // self.columns
-            whole = dequantize_blocks(codes, scale, self._codebook(), numel=rows * width)
+            whole = dequantize_blocks(codes, scale, self.book, numel=rows * width)
             flat = whole.view(rows, width)[:, : self.columns].contiguous()
         return flat.view(packed.shape).to(packed.dtype)
 

@@ -1,4 +1,4 @@
-"""Lossless compressors: masks and integers in fewer bytes."""
+"""Integers and boolean masks in fewer bytes, without loss."""
 
 from dataclasses import dataclass
 
@@ -8,49 +8,20 @@ from torch import Tensor
 from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.packing import pack
 
-_INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
+_INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _NARROW = (torch.uint8, torch.int16, torch.int32)
 _PACKED = 128  # values that 7 bits can represent
 
 
 @dataclass(frozen=True, kw_only=True)
-class Mask(Compressor):
-    """A boolean tensor at one bit per element, exact.
-
-    Memory:
-        1 / 8 byte per element, in whole blocks of 32 bytes.
-
-    Example:
-        >>> x = torch.tensor([True, False, True])
-        >>> Mask().decompress(Mask().compress(x, key=Key()))
-        tensor([ True, False,  True])
-    """
-
-    parts = ("bits",)
-    roles = frozenset()  # chosen by memtrain itself for boolean tensors
-    lossless = True
-
-    def compress(self, x: Tensor, *, key: Key) -> Packed:
-        """Pack a boolean tensor to `bits`, uint8 [ceil(numel / 256) * 32]."""
-        if x.dtype != torch.bool:
-            raise TypeError(f"dtype {x.dtype}; allowed: torch.bool")
-        return Packed({"bits": pack.pack_mask(x)}, x.shape, x.dtype)
-
-    def decompress(self, packed: Packed) -> Tensor:
-        """Return the same tensor, contiguous."""
-        numel = packed.shape.numel()
-        return pack.unpack_mask(packed.tensors["bits"], numel).view(packed.shape)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Integers(Compressor):
-    """An integer tensor in the narrowest of uint8, int16 and int32 for its values, exact.
+    """Integers or booleans in the fewest bits or bytes for their values, exact.
 
-    Values are from 0 to `limit`, exclusive. The width follows from the limit: no value is read.
-    One-byte tensors are packed to the bit.
+    Values are from 0 to `limit`, exclusive: 2 for booleans. The width follows from the limit: no
+    value is read. One-byte tensors are packed to the bit, wider ones become uint8, int16 or int32.
 
     Memory:
-        1, 2, 4 or 8 bytes per element, never more than the tensor. uint8 and int8 with a limit of
+        1, 2, 4 or 8 bytes per element, never more than the tensor. One-byte tensors with a limit of
         at most 128 take ceil(log2(limit)) / 8 bytes, in whole blocks of 256 elements.
 
     Example:
@@ -61,7 +32,7 @@ class Integers(Compressor):
     """
 
     parts = ("values",)
-    roles = frozenset()  # chosen by memtrain itself for integer tensors
+    roles = frozenset()  # chosen by memtrain itself
     lossless = True
 
     limit: int

@@ -48,10 +48,6 @@ def backend(name: str) -> Iterator[None]:
     `TRITON_INTERPRET=1` was set before triton's import. `"cpu"` is the C++ library, and the
     reference for patches.
 
-    Raises:
-        ValueError: If the name is unknown.
-        RuntimeError: If triton or the C++ library is missing.
-
     Example:
         >>> with backend("reference"):
         ...     choose(torch.zeros(1))

@@ -7,13 +7,7 @@ from torch import Tensor
 
 
 def memory_order(x: Tensor) -> Tensor:
-    """Return a dense tensor as a flat view in memory order.
-
-    Example:
-        >>> import torch
-        >>> memory_order(torch.arange(6).view(2, 3).t())
-        tensor([0, 1, 2, 3, 4, 5])
-    """
+    """Return a dense tensor as a flat view in memory order."""
     return x.as_strided((x.numel(),), (1,))
 
 
@@ -21,7 +15,6 @@ def is_dense(x: Tensor) -> bool:
     """Return whether the elements fill one range of memory, each once, in any order of dimensions.
 
     Example:
-        >>> import torch
         >>> x = torch.zeros(4, 6)
         >>> is_dense(x.t()), is_dense(x[:, ::2]), is_dense(x[:1].expand(4, 6))
         (True, False, False)

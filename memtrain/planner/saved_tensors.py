@@ -258,7 +258,7 @@ def _cost(saved: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, in
 
 def _error(saved: SavedTensor, root: Compressor) -> float:
     record = saved.record
-    if record.compressor.startswith(("Mask", "Integers")):
+    if record.compressor.startswith("Integers"):
         return 0.0
     if saved.source and record.site.op not in CURVES:
         return derived_error(root, saved.source)

@@ -121,7 +121,7 @@ class ForwardRounding(RoundingMode):
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Replace parameters by rounded weights."""
-        self._names.note_versions(args, kwargs)
+        args, kwargs = super().arguments(module, name, args, kwargs)
         if name.strip("_") in METADATA:
             return args, kwargs
         written = args[0] if args and writes(name, kwargs) else None

@@ -16,7 +16,7 @@ from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep
 from memtrain.kernels.floats.rounding import DTYPES
 from memtrain.precision.rounding_mode import RoundingMode
-from memtrain.precision.tensor_names import GEMMS, TensorNames
+from memtrain.precision.tensor_names import GEMMS
 
 
 class GraphTensor(NamedTuple):
@@ -169,7 +169,6 @@ class GraphRecorder(RoundingMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._names = TensorNames()
         self._tensors: dict[str, GraphTensor] = {}
         self._gemms: list[str] = []
 
@@ -183,13 +182,6 @@ class GraphRecorder(RoundingMode):
         self._sizes = {name: (p.numel(), p.requires_grad) for name, p in model.named_parameters()}
         for name, x in self._names.inputs(module, (args, kwargs)):
             self._add_tensor(name, x, gradient=x.requires_grad)
-        return args, kwargs
-
-    def arguments(
-        self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        """Record the versions of the op's arguments."""
-        self._names.note_versions(args, kwargs)
         return args, kwargs
 
     def result(

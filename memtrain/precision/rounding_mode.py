@@ -10,6 +10,7 @@ from torch.overrides import TorchFunctionMode
 from memtrain.activations.intercept.compiler_internals import run_by_tracer
 from memtrain.activations.intercept.replaced_ops import recognise_module, written_out
 from memtrain.activations.saved.saved_tensors import SavedTensors
+from memtrain.precision.tensor_names import TensorNames
 
 NOT_INTERCEPTED = (
     "tensors are rounded op by op, which torch.compile, jit.trace and torch.func's transforms "
@@ -31,6 +32,7 @@ class RoundingMode(TorchFunctionMode):
         super().__init__()
         self.module = ""
         """Path of the module whose forward runs."""
+        self._names = TensorNames()
 
     def __torch_function__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
@@ -64,6 +66,7 @@ class RoundingMode(TorchFunctionMode):
         self, module: str, name: str, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Begin a torch function with this `__name__`; return its arguments."""
+        self._names.note_versions(args, kwargs)
         return args, kwargs
 
     def result(

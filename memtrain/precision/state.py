@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -13,16 +13,6 @@ from memtrain.precision.graph import Graph
 
 GROWTH, BACKOFF = 2.0, 0.5
 MAX_SCALE, MIN_SCALE = 2.0**32, 2.0**-32
-
-
-class Promotion(NamedTuple):
-    """An activation or weight that became high permanently."""
-
-    step: int
-    """Gradient computations before it."""
-    site: str
-    ratio: float
-    """The share of its elements that overflowed."""
 
 
 class LossScale:
@@ -91,8 +81,8 @@ class PrecisionState:
         >>> state.ratio, state.bits  # the weight's gradient stays at 16 bits
         (0.75, 320)
         >>> state.promote({"a": 0.5, "w": 0.001})
-        >>> state.ratio, [promotion.site for promotion in state.promotions]
-        (0.5, ['a'])
+        >>> state.ratio, state.promotions
+        (0.5, {'a': (0, 0.5)})
     """
 
     def __init__(self, config: Precision) -> None:
@@ -100,8 +90,9 @@ class PrecisionState:
         self.graph: Graph | None = None
         self.forward, self.backward = Names(), Names()
         """The result of `assign`, before any promotion."""
-        self.promotions: list[Promotion] = []
-        """All promotions, in order."""
+        self.promotions: dict[str, tuple[int, float]] = {}
+        """Activation or weight that is high permanently -> the number of gradient computations
+        before its promotion, and the share of its elements that overflowed."""
         self.scale = LossScale(config.loss_scale, config.initial_scale, config.growth_interval)
         self.step = 0
         """Number of gradient computations so far."""
@@ -111,8 +102,7 @@ class PrecisionState:
 
     def _index(self) -> None:
         """Index known and low names, and formats by low and high."""
-        promoted = {promotion.site for promotion in self.promotions}
-        self._low = self.forward - promoted
+        self._low = self.forward - self.promotions.keys()
         self._known = {tensor.name for tensor in self.graph.tensors} if self.graph else set()
         self._forward = {True: self.config.low_format, False: self.config.high_format}
         self._backward = {low: self.config.backward_format(low=low) for low in (True, False)}
@@ -159,7 +149,7 @@ class PrecisionState:
         if threshold is not None:
             for site, ratio in overflowed.items():
                 if ratio >= threshold and site in self._low:
-                    self.promotions.append(Promotion(self.step, site, ratio))
+                    self.promotions[site] = self.step, ratio
             self._index()
         self.step += 1
 
@@ -201,7 +191,7 @@ class PrecisionState:
         """Return plain dicts and lists for `load_state_dict`."""
         return {
             "step": self.step,
-            "promotions": [list(promotion) for promotion in self.promotions],
+            "promotions": [[step, site, ratio] for site, (step, ratio) in self.promotions.items()],
             "scale": self.scale.state_dict(),
             "forward": sorted(self.forward),
             "backward": sorted(self.backward),
@@ -210,10 +200,9 @@ class PrecisionState:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `state_dict` returned."""
         self.step = int(state["step"])
-        self.promotions = [
-            Promotion(int(step), str(site), float(ratio))
-            for step, site, ratio in state["promotions"]
-        ]
+        self.promotions = {
+            str(site): (int(step), float(ratio)) for step, site, ratio in state["promotions"]
+        }
         self.scale.load_state_dict(state["scale"])
         self.forward, self.backward = Names(state["forward"]), Names(state["backward"])
         self._index()
@@ -231,8 +220,8 @@ class PrecisionState:
             f"model aggregate {self.bits:,} bits, {all_high:,} if all were high",
             f"{len(self.promotions)} promoted in {self.step} gradient computations",
             *(
-                f"    step {promotion.step}: {promotion.site}, {promotion.ratio:.2%} overflowed"
-                for promotion in self.promotions
+                f"    step {step}: {site}, {ratio:.2%} overflowed"
+                for site, (step, ratio) in self.promotions.items()
             ),
         ]
         if self.scale.active:

@@ -226,7 +226,6 @@ def host(compressor, x, packed, key):
 
 STATED = {
     "identity": exact,
-    "mask": exact,
     "integers": exact,
     "host": host,
     "derivative": derivative,

@@ -24,10 +24,6 @@ def positive(shape, dtype):
     return torch.rand(shape).to(dtype)
 
 
-def coin(shape, dtype):
-    return torch.rand(shape) < 0.5
-
-
 def integers(shape, dtype):
     return torch.randint(0, 100, shape).to(dtype)
 
@@ -87,11 +83,10 @@ ROWS = {
     # test_samples.py states what a NaN spoils: it may also pass widths on
     "samples": Row(options=({"bits": (4, 2, 1)}, {"bits": (3,), "group_size": 64})),
     "host": Row(options=({"inner": Group(bits=4)}, {"inner": Samples()}), spoils=None),
-    "mask": Row(make=coin, dtypes=(torch.bool,)),
     "integers": Row(
         make=integers,
         options=({"limit": 100}, {"limit": 300}),
-        dtypes=(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8),
+        dtypes=(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
     ),
     "block": Row(options=BLOCKS, spoils=block, dtypes=(*FLOATS, torch.float64)),
     "patch": Row(

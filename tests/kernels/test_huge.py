@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from memtrain import kernels
 from memtrain.compressors import COMPRESSORS, Group, Key
 from memtrain.kernels.derivative import derivative
-from memtrain.kernels.packing.pack import pack_codes, pack_mask, unpack_codes, unpack_mask
+from memtrain.kernels.packing.pack import pack_codes, unpack_codes
 from memtrain.kernels.step import launch, table_triton
 from memtrain.kernels.step.groups import elements, inputs_of
 from memtrain.kernels.step.step import Entry
@@ -35,7 +35,6 @@ BYTES = {
     "group": (torch.bfloat16, ceil(N, 256) * 132),
     "samples": (torch.bfloat16, SHAPE[0] * ceil(SHAPE[1], 256) * (64 + 4)),
     "host": (torch.bfloat16, ceil(N, 256) * 132),
-    "mask": (torch.bool, ceil(N, 256) * 32),
     "integers": (torch.int64, 8 * N),
     "block": (torch.bfloat16, ceil(N, 128) * 68),
     "patch": (torch.bfloat16, ceil(N, 4) * 8),
@@ -136,7 +135,7 @@ def test_a_mask_of_more_than_two_to_the_31_elements():
     mask = torch.zeros(N, dtype=torch.bool)
     ends = [0, 1, 2**31 - 1, 2**31, 2**31 + 1, N - 1]
     mask[ends] = True
-    back = unpack_mask(pack_mask(mask), N)
+    back = unpack_codes(pack_codes(mask.view(torch.uint8), 1), 1, N)
     assert back[ends].all()
     assert int(back.sum()) == len(ends)
 

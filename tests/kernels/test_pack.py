@@ -138,24 +138,13 @@ def test_a_mask_is_packed_and_unpacked_as_the_reference_does(name, shape):
     x = torch.rand(shape) < 0.3
     expected = pack.pack_reference(x.view(torch.uint8), 1)
     with backend(name):
-        packed = pack.pack_mask(x)
-        restored = pack.unpack_mask(packed, x.numel())
+        packed = pack.pack_codes(x.view(torch.uint8), 1)
+        restored = pack.unpack_codes(packed, 1, x.numel()).view(torch.bool)
     assert torch.equal(packed, expected)
     assert packed.numel() == (x.numel() + 255) // 256 * 32
-    assert restored.dtype == torch.bool
     assert torch.equal(restored, x.flatten())
 
 
-@every_backend
-def test_a_mask_takes_every_nonzero_byte_as_true(name):
-    x = torch.randint(0, 256, (30, 20), dtype=torch.uint8).t()[::3]
-    with backend(name):
-        restored = pack.unpack_mask(pack.pack_mask(x), x.numel())
-    assert torch.equal(restored.view(x.shape), x != 0)
-
-
-def test_a_mask_of_wrong_input_is_refused():
-    with pytest.raises(TypeError, match=r"float32.*bool"):
-        pack.pack_mask(torch.zeros(3))
+def test_a_mask_of_wrong_size_is_refused():
     with pytest.raises(ValueError, match=r"\(32,\).*300 elements of 1 bits need.*\(64,\)"):
-        pack.unpack_mask(torch.zeros(32, dtype=torch.uint8), 300)
+        pack.unpack_codes(torch.zeros(32, dtype=torch.uint8), 1, 300)

@@ -14,7 +14,6 @@ from memtrain.compressors import (
     Host,
     Identity,
     Integers,
-    Mask,
     Patch,
     Rank1,
     Samples,
@@ -91,7 +90,7 @@ def test_a_plan_without_a_batch_carries_its_rules():
 @pytest.mark.parametrize(
     "compressor",
     [
-        Identity(), Group(bits=2, group_size=64), DerivativeCode(bits=2, function="silu"), Mask(),
+        Identity(), Group(bits=2, group_size=64), DerivativeCode(bits=2, function="silu"),
         DerivativeCode(bits=3, function="leaky_relu", parameters=(0.1,)), Integers(limit=7),
         Samples(bits=(3, 2)), Host(inner=Group(bits=3)),
         Block(bits=8), Rank1(), Factored(), Patch(),

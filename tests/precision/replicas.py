@@ -32,7 +32,7 @@ def train(rank, steps=4):
         "changed": changed,
         "scale": state.scale.value,
         "overflows": state.scale.overflows,
-        "promoted": [[one.step, one.site, one.ratio] for one in state.promotions],
+        "promoted": [[step, site, ratio] for site, (step, ratio) in state.promotions.items()],
         "weights": [p.tolist() for p in model.parameters()],
     }
 

@@ -66,7 +66,7 @@ def test_what_another_rank_found_counts(alone, monkeypatch):
     assert state.scale.overflows == 1
     other["table"] = [0.0, 0.0, 2.0, 64.0, *nothing[4:]]  # 2 of 128 in the two inputs together
     step()
-    assert [(one.site, one.ratio) for one in state.promotions] == [(names[0], 2 / 128)]
+    assert [(site, ratio) for site, (_, ratio) in state.promotions.items()] == [(names[0], 2 / 128)]
 
 
 def test_without_replicas_nothing_is_asked(alone, monkeypatch):

@@ -14,12 +14,11 @@ from memtrain.compressors import (
     Identity,
     Integers,
     Key,
-    Mask,
     Samples,
 )
 
 # Compressors that give no floats, or that need the tensor's shape or the payload's own object.
-HOOKED = (Identity, DerivativeCode, Mask, Integers, Samples, Host)
+HOOKED = (Identity, DerivativeCode, Integers, Samples, Host)
 """With these an op that keeps a tensor of its own making runs as it is, under hooks."""
 
 

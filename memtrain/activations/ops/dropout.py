@@ -11,7 +11,7 @@ from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, is_lossy
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.dispatch import is_for_cuda
-from memtrain.kernels.packing.pack import BLOCK, pack_mask
+from memtrain.kernels.packing.pack import BLOCK, pack_codes
 from memtrain.kernels.strides import in_order, is_dense, memory_order
 
 
@@ -37,7 +37,7 @@ def _dropout_forward(ctx: Any, x: Tensor, p: float) -> Tensor:
     else:
         y, mask = None, torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p)
     flat = mask if mask.is_contiguous() else memory_order(mask)
-    packed, factor = pack_mask(flat), _factor(p, x.dtype, on_cuda)
+    packed, factor = pack_codes(flat.view(torch.uint8), 1), _factor(p, x.dtype, on_cuda)
     ctx.save_for_backward(packed)
     ctx.scaling = factor, x.shape, x.stride()
     ctx.mask = partial(_masked, *ctx.scaling)

@@ -16,7 +16,7 @@ from memtrain.activations.saved.known_ops import (
     SavedBy,
 )
 from memtrain.activations.saved.site import Site
-from memtrain.compressors import Compressor, Integers, Keep, Mask
+from memtrain.compressors import Compressor, Integers, Keep
 from memtrain.compressors.log_group import of_logarithms
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -61,10 +61,10 @@ def fit(
     Example:
         >>> from memtrain.compressors import Group
         >>> fit(Group(bits=4), LOGARITHM, torch.bool, None)
-        Mask()
+        Integers(limit=2)
     """
     if dtype == torch.bool:
-        return Mask()
+        return Integers(limit=2)
     if limit is not None:
         return Integers(limit=limit)
     if dtype in INTEGERS:

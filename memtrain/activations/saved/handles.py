@@ -5,7 +5,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 
 from memtrain.activations.saved.store import check_version, without_elements
-from memtrain.compressors import Key, Mask
+from memtrain.compressors import Integers, Key
+
+BITS = Integers(limit=2)
+"""The compressor for masks."""
 
 
 class Kept:
@@ -49,7 +52,7 @@ class MaskBias:
     def __init__(self, x: Tensor) -> None:
         x = x.detach()
         stored = _stored(x)
-        self._hidden = Mask().compress((stored != 0).contiguous(), key=Key())
+        self._hidden = BITS.compress((stored != 0).contiguous(), key=Key())
         low, high = stored.aminmax()
         self._low = torch.where(low < 0, low, high)
         self._geometry = x.shape, x.stride(), x.storage_offset()
@@ -71,7 +74,7 @@ class MaskBias:
     def unpack(self) -> Tensor:
         """Return the bias."""
         bias = self._low.new_zeros(self._numel).as_strided(*self._geometry)
-        _stored(bias).masked_fill_(Mask().decompress(self._hidden), self._low)
+        _stored(bias).masked_fill_(BITS.decompress(self._hidden), self._low)
         return bias
 
 

@@ -15,7 +15,7 @@ from memtrain.activations.saved.checks import Checks
 from memtrain.activations.saved.derived import FINE, FORMULAS, SMOOTH, DerivedOutputs
 from memtrain.activations.saved.fit import Choose, decide
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.handles import Kept, MaskBias
+from memtrain.activations.saved.handles import BITS, Kept, MaskBias
 from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, SHAPE, SavedBy
 from memtrain.activations.saved.node_tensors import (
     FUNCTION,
@@ -262,7 +262,7 @@ class SavedTensors:
         if not bias and not mask.equals(x):
             return False  # a factor may have other numbers
         self._register(node, name, mask, x, site)
-        self.record(x, site, mask.nbytes, "Mask()", "", mask)
+        self.record(x, site, mask.nbytes, str(BITS), "", mask)
         return True
 
     def _keep_unknown(self, node: Any, function: Any, module: str) -> None:

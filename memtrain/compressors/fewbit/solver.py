@@ -233,19 +233,12 @@ def solve(
 ) -> Approximation:
     """Find the step function with 2**bits levels nearest to f' in the weighted L2 norm.
 
-    An exact dynamic program finds the best boundaries on a grid; damped Newton steps on the
-    analytic gradient then move them off the grid. If f', the weight and the interval are even, the
-    approximation is in |x|, so that all levels serve both halves; `error` is that of the whole
-    interval.
-
-    Args:
-        fn: A name in `fewbit.functions.FAMILIES` with torch's defaults, or a `Curve`.
-        bits: Bits per code, 1 to 8.
-        interval: The interval of the error's integral. The outermost levels continue outside.
-        weight: A positive function of float64 arrays, or None for 1. With None every level is
-            exactly (f(b) - f(a)) / (b - a).
-        n: Grid cells over the interval; the solver takes 12 n bytes per level.
-        refine: Whether to leave the grid.
+    An exact dynamic program finds the best boundaries on a grid of `n` cells over the interval;
+    damped Newton steps on the analytic gradient then move them off the grid (`refine`). The weight
+    is a positive function of float64 arrays, or None for 1: then every level is exactly (f(b) -
+    f(a)) / (b - a). If f', the weight and the interval are even, the approximation is in |x|, so
+    that all levels serve both halves; `error` is that of the whole interval. A name stands for the
+    curve with torch's defaults.
 
     Example:
         >>> table = solve("gelu", 2)

@@ -30,11 +30,7 @@ def encode(x: Tensor, row: Tensor, col: Tensor) -> tuple[Tensor, Tensor]:
     """Return the codes and scales of `x[i, j] / (row[i] * col[j])`.
 
     An element without a magnitude of its row or column counts as 0. A block of zeros, and a block
-    whose scale is not finite, has scale 0.
-
-    Returns:
-        codes: uint8, [n_blocks, 32], packed as by `bits.pack`.
-        scale: bfloat16, [n_blocks].
+    whose scale is not finite, has scale 0. Codes are packed as by `bits.pack`, and scales bfloat16.
 
     Example:
         >>> codes, scale = encode(torch.tensor([[3.0, -1.0]]), torch.ones(1), torch.ones(2))

@@ -60,11 +60,8 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
     The scale is `min over d of maxima_d`, and the normalised value `x * max over d of 1/maxima_d`
     (the reciprocal is 0 for maxima that are 0, subnormal or not finite). The code is the number of
     midpoints below it: nearest, ties to the lower index; with a seed, rounding is stochastic. An
-    element decodes to NaN or Inf only if each of its dimensions contains a NaN or Inf.
-
-    Returns:
-        codes: uint8, [n_blocks, 128 * bits / 8], packed as by `bits.pack`.
-        scale: float32, [sum(x.shape)], from `maxima`.
+    element decodes to NaN or Inf only if each of its dimensions contains a NaN or Inf. Codes are
+    packed in blocks of 128, and the result includes `maxima`.
 
     Example:
         >>> codes, scale = quantize(torch.ones(2, 3), Codebook("Linear", 4, signed=False))

@@ -41,21 +41,16 @@ def float_bits(name: str, *, signed: bool) -> int | None:
 
 
 @cache
-def codebook(name: str, *, bits: int = 4, signed: bool) -> tuple[float, ...]:
-    """Return the 2**bits ascending values of codes, before scaling.
+def codebook(name: str, bits: int = 4, signed: bool = True) -> tuple[float, ...]:
+    """Return the 2**bits ascending values of codes (2 to 8 bits), before scaling.
 
-    Args:
-        name: `"DE"` (dynamic exponent: each decade below 1 has twice the values of the next lower
-            decade), `"DE-0"` (unsigned DE with the smallest value in place of zero), `"Linear"`
-            (unsigned: k / 2**bits from k = 1; signed: even on [-1, 1]), `"Power-2"` and `"Power-3"`
-            (powers of Linear's magnitudes), or a small float such as `"E2M1"`: exponent and
-            mantissa bits, with subnormals, without Inf and NaN, divided by its largest value. The
-            code of a signed small float's -0 repeats -1.
-        bits: Bits per code, 2 to 8. Small floats allow only their own bits.
-        signed: Whether negative values are needed. Signed DE has +1 and no -1.
-
-    Raises:
-        ValueError: If the name is unknown, DE-0 is signed, or a small float has other bits.
+    - `"DE"` (dynamic exponent): each decade below 1 has twice the values of the next lower decade.
+      Signed DE has +1 and no -1.
+    - `"DE-0"`: unsigned DE with the smallest value in place of zero.
+    - `"Linear"`: unsigned k / 2**bits from k = 1; signed even on [-1, 1].
+    - `"Power-2"` and `"Power-3"`: powers of Linear's magnitudes.
+    - A small float such as `"E2M1"`: exponent and mantissa bits, with subnormals, without Inf and
+      NaN, divided by its largest value. It has its own bits only. The code of -0 repeats -1.
 
     Example:
         >>> codebook("DE", signed=True)[:3]

@@ -230,13 +230,9 @@ FORMATS = {
 def named_format(name: str) -> FloatFormat:
     """Return the format with a name.
 
-    Args:
-        name: A name in `FORMATS`, or `1-E-M` or `1-E-M+bias` as in papers: E exponent and M
-            mantissa bits, without special codes, saturating, ties away from zero. A suffix `:away`,
-            `:even` or `:stochastic` changes the rounding.
-
-    Returns:
-        The format.
+    A name is in `FORMATS`, or `1-E-M` or `1-E-M+bias` as in papers: E exponent and M mantissa bits,
+    without special codes, saturating, ties away from zero. A suffix `:away`, `:even` or
+    `:stochastic` changes the rounding.
 
     Raises:
         ValueError: If the name is unknown, or the widths are not allowed.

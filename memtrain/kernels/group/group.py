@@ -30,12 +30,12 @@ def group_quantize(
 ) -> tuple[Tensor, Tensor]:
     """Quantise `x` to `bits` bits between each group's minimum and maximum.
 
-    `x` is read in logical order, in groups of `group_size` elements; all arithmetic is float32. A
-    group's bounds are first rounded outwards to bfloat16 (float32 bounds are not rounded), and then
-    used to encode and to decode, so that stochastic rounding is unbiased. (ActNN encodes with
-    unrounded bounds, which is biased.) With `step = (hi - lo) / (2**bits - 1)`, `code = floor((x -
-    lo) / step + u)`, where `u` is 0.5 (nearest, half up) or uniform with 16 random bits
-    (stochastic; see `philox.uniform_pairs`).
+    `x` is read in logical order, in groups of `group_size` elements, a multiple of 8 up to 16384;
+    all arithmetic is float32. A group's bounds are first rounded outwards to bfloat16 (`wide`
+    bounds are float32), and then used to encode and to decode, so that stochastic rounding is
+    unbiased. (ActNN encodes with unrounded bounds, which is biased.) With `step = (hi - lo) /
+    (2**bits - 1)`, `code = floor((x - lo) / step + u)`, where `u` is 0.5 (nearest, half up) or
+    uniform with 16 random bits (stochastic; see `philox.uniform_pairs`).
 
     Special values:
 
@@ -48,15 +48,8 @@ def group_quantize(
     - A finite outlier, such as a mask of -1e9, is a bound: the codes of its group stay unbiased,
       with a wide step. If an op does not need the tail, the compressor clamps it (`Group.floor`).
 
-    Args:
-        x: Any shape, float32, bfloat16, float16 or float64 (which is rounded to float32). On CUDA a
-            matrix may have gaps between its rows if rows are whole groups, on a CPU any matrix.
-            Other tensors that are not contiguous are copied.
-        bits: Bits per code, 1 to 8.
-        group_size: Elements per group, a multiple of 8, from 8 to 16384.
-        seed: 64 bits, signed or not; equal seeds give equal codes.
-        stochastic: Whether to round stochastically, else to nearest.
-        wide: Whether the bounds are float32, else bfloat16.
+    On CUDA a matrix may have gaps between its rows if rows are whole groups, on a CPU any matrix.
+    Other tensors that are not contiguous are copied.
 
     Returns:
         codes: uint8, [n_groups, group_size * bits / 8], with the layout of `kernels.packing.bits`.

@@ -1,4 +1,4 @@
-"""Small unsigned integers and masks at 1 to 8 bits each: contract, reference, dispatch.
+"""Small unsigned integers at 1 to 8 bits each: contract, reference, dispatch.
 
 Blocks of 256 elements in the layout of `packing.bits`, whatever the width.
 """
@@ -30,18 +30,6 @@ def pack_codes(x: Tensor, bits: int) -> Tensor:
 def unpack_codes(packed: Tensor, bits: int, numel: int) -> Tensor:
     """Invert `pack_codes`: return uint8 [numel]."""
     return (_unpack if is_plain(packed) else _unpack_op)(packed, bits, numel)
-
-
-def pack_mask(x: Tensor) -> Tensor:
-    """Pack a bool or uint8 mask to one bit per element, as `pack_codes`; nonzero elements are 1."""
-    if x.dtype not in (torch.bool, torch.uint8):
-        raise TypeError(f"dtype {x.dtype}; allowed: torch.bool, torch.uint8")
-    return pack_codes((x if x.dtype == torch.bool else x != 0).view(torch.uint8), 1)
-
-
-def unpack_mask(packed: Tensor, numel: int) -> Tensor:
-    """Invert `pack_mask`: return bool [numel]."""
-    return unpack_codes(packed, 1, numel).view(torch.bool)
 
 
 def pack_reference(x: Tensor, bits: int) -> Tensor:

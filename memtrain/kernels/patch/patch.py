@@ -25,22 +25,14 @@ def patch_quantize(x: Tensor, seed: int = 0, stochastic: bool = False) -> Tensor
     upper one at a tie. Stochastic takes one of the two neighbouring levels, unbiased, with 16
     random bits. Values equal to a level stay.
 
-    A patch at the edge of the map uses only its own values. A word contains, from its lowest bit,
-    16 bits minimum, 16 bits maximum, and the codes row by row.
+    `x` is [outer, rows, columns, inner], contiguous. A map is [rows, columns]; `inner` is 1 for
+    NCHW and the number of channels for NHWC. A patch at the edge of the map uses only its own
+    values. The result is int64, [outer, ceil(rows / 4), ceil(columns / 4), inner]: a word contains,
+    from its lowest bit, 16 bits minimum, 16 bits maximum, and the codes row by row.
 
     Bounds are those of a patch's finite values, at most bfloat16's largest number: `+Inf` decodes
     to the maximum, `-Inf` and NaN to the minimum, and no other value changes. A patch without
     finite values decodes to NaN. -0 is 0.
-
-    Args:
-        x: [outer, rows, columns, inner], contiguous, float32, bfloat16, float16 or float64
-            (rounded to float32 first). A map is [rows, columns]; `inner` is 1 for NCHW and the
-            number of channels for NHWC.
-        seed: 64 bits, signed or not; equal seeds give equal codes.
-        stochastic: Whether to round stochastically, else to nearest.
-
-    Returns:
-        int64, [outer, ceil(rows / 4), ceil(columns / 4), inner].
 
     Example:
         >>> x = torch.arange(16.0).view(1, 4, 4, 1)

@@ -52,15 +52,11 @@ def philox(counter: Tensor, seed: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
 def uniform_blocks(
     n_blocks: int, block_size: int, seed: int, device: torch.device, first: int = 0
 ) -> Tensor:
-    """Return a uniform number in (0, 1) per element of blocks, from 16 random bits each.
+    """Return a uniform number `(r + 0.5) / 65536` per element of blocks, with `r` of 16 bits.
 
-    A block is eight slices of `block_size / 8`. Position `c` of block `b` draws counter `b *
-    block_size / 8 + c` once. Slice `s` takes word `s // 2`, the low half for even `s`, the high
-    half for odd `s`. One Philox call serves eight elements, without shuffles.
-
-    Returns:
-        float32, [n_blocks, block_size]: `(r + 0.5) / 65536` with `r` of 16 bits. The blocks are
-        numbered from `first` on.
+    A block is eight slices of `block_size / 8`. Position `c` of block `b`, numbered from `first`
+    on, draws counter `b * block_size / 8 + c` once. Slice `s` takes word `s // 2`, the low half for
+    even `s`, the high half for odd `s`. One Philox call serves eight elements, without shuffles.
     """
     width = block_size // 8
     counter = torch.arange(first * width, (first + n_blocks) * width, device=device)

@@ -162,13 +162,7 @@ def _write(
 
 
 def options(whole: bool, master: int, float16: bool) -> dict[str, int]:
-    """Launch options: random bits, float16, and rows that are not whole take registers.
-
-    Args:
-        whole: Whether all is aligned.
-        master: What stands beside weights, as `MasterWeight.mode`.
-        float16: Whether weights are.
-    """
+    """Return launch options: random bits, float16, and rows that are not whole take registers."""
     if whole:
         return EXACT | {"num_warps": 8 if float16 or master == DRAWN.value else 4}
     return EXACT | {"num_warps": 16, "maxnreg": 96}

@@ -213,14 +213,6 @@ def reduce_options(second: int, whole: bool) -> dict[str, int]:
 
     Rank-1 without alignment takes 16 warps. With 64 registers per thread, two such programs fit in
     the registers of a multiprocessor of sm_80 and sm_90.
-
-    Args:
-        second: As for `update_options`.
-        whole: Whether all is aligned.
-
-    Example:
-        >>> reduce_options(1, False)
-        {'enable_fp_fusion': False, 'num_warps': 16, 'maxnreg': 64}
     """
     if second == RANK1.value and not whole:
         return EXACT | {"num_warps": 16, "maxnreg": 64}

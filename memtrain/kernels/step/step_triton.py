@@ -265,23 +265,11 @@ def _half(
 def update_options(
     bits: int, second: int, whole: bool, narrow: bool, draws: bool
 ) -> dict[str, int]:
-    """Launch options of the update, without which ptxas takes a stack.
+    """Return the launch options of the update, without which ptxas takes a stack.
 
-    Unaligned tensors: rank-1 has each element's row and column in registers, more than a thread of
-    4 warps has; of codes, and of numbers that are aligned, ptxas takes too few by itself.
-
-    Args:
-        bits: As of `blocks`.
-        second: What the second state is: 0 as the first, 1 rank-1, 2 factored.
-        whole: Whether all is aligned.
-        narrow: Whether weights are of two bytes.
-        draws: Whether the first state is rounded stochastically.
-
-    Example:
-        >>> update_options(4, 1, False, False, False)
-        {'enable_fp_fusion': False, 'num_warps': 16}
-        >>> update_options(32, 0, True, False, False)
-        {'enable_fp_fusion': False, 'maxnreg': 88}
+    Tensors that are not `whole`: rank-1 has each element's row and column in registers, more than a
+    thread of 4 warps has. For codes, and for aligned numbers, ptxas takes too few by itself.
+    `narrow` weights have two bytes, and `draws` rounds the first state stochastically.
     """
     if whole and second == RANK1.value and draws:
         return EXACT | {"num_warps": 8}

@@ -6,7 +6,7 @@ from torch._subclasses import FakeTensorMode
 from memtrain.activations.ops.dropout import _factor, _scaled, dropout, recognise
 from memtrain.kernels.cpu import library
 from memtrain.kernels.dispatch import backend, simulating
-from memtrain.kernels.packing.pack import pack_mask
+from memtrain.kernels.packing.pack import pack_codes
 
 FORMS = {
     "contiguous": lambda x: x,
@@ -90,7 +90,7 @@ def test_cudas_gradient_is_scaled_in_float32(name, dtype):
     for p in (0.1, 0.37):
         factor = _factor(p, dtype, True)
         with backend(name):
-            ours = _scaled(grad, pack_mask(mask), factor)
+            ours = _scaled(grad, pack_codes(mask.view(torch.uint8), 1), factor)
         assert torch.equal(ours, torch.ops.aten.native_dropout_backward(grad, mask, 1 / (1 - p)))
     if dtype == torch.bfloat16:
         with simulating("cuda"):
