@@ -43,6 +43,18 @@ def _device(request):
         yield
 
 
+@pytest.fixture
+def fresh_compiler():
+    """Let a test begin without the graphs and counts of others, and leave none."""
+    from torch._dynamo.utils import counters
+
+    torch.compiler.reset()
+    counters.clear()
+    torch.manual_seed(0)
+    yield
+    torch.compiler.reset()
+
+
 @pytest.fixture(scope="session")
 def once(tmp_path_factory):
     """`once(name, make)`: what `make()` gave, as JSON has it, in the first worker that asked."""

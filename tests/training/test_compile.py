@@ -16,15 +16,10 @@ from memtrain.training.session import Session
 from memtrain.training.settings import compose, from_mapping
 from tests.training.runs import at_step, resumed
 
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
-
-
-@pytest.fixture(autouse=True)
-def fresh():
-    torch.compiler.reset()
-    counters.clear()
-    yield
-    torch.compiler.reset()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.usefixtures("fresh_compiler"),
+]
 
 
 @pytest.fixture
