@@ -1,4 +1,4 @@
-"""From a plain torch optimizer to compressed states and back, itself or its checkpoint."""
+"""Conversion of optimizers and checkpoints between plain and compressed states."""
 
 from typing import Any
 
@@ -6,13 +6,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.compressors.base import Compressor, Keep
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
 from memtrain.optim.fused.fused import REFUSED, FusedStates
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
 from memtrain.optim.fused.payloads import counter_dtype, moment_dtype
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
+from memtrain.optim.states.checkpoint_options import numbered
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
 from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
 from memtrain.optim.states.known_optimizers import default_choice
@@ -22,7 +22,7 @@ FUSED: dict[tuple[type[Optimizer], int], type[FusedStates]] = {
     (kind.plain, kind.bits): kind
     for kind in (AdamW4bit, AdamW8bit, Adam4bit, Adam8bit, SGD4bit, SGD8bit, Lion4bit, Lion8bit)
 }
-"""A plain optimizer's class and bits -> the fused one that `compress` makes of it."""
+"""Class of a plain optimizer and bits -> the fused class that `compress` returns."""
 
 
 def compress(
@@ -31,21 +31,19 @@ def compress(
     *,
     min_elements: int = layout.MIN_ELEMENTS,
 ) -> CompressedStates:
-    """Take over an optimizer: same groups, same hyperparameters, its states compressed.
+    """Return an optimizer with the same groups and compressed states.
 
-    A torch AdamW, Adam or SGD, or our `Lion`, becomes its fused form (`AdamW4bit`; with choices of
-    8 bits `AdamW8bit`) where each parameter's choice has a fused kernel, or has none but for its
-    shape (a weight too small for factors, beside 8 bits, is stepped separately); everything else,
-    and options that the fused ones lack (amsgrad), becomes a `CompressedOptimizer`. The list of
-    parameter groups is shared with the original, so LR schedulers made before keep working. Keep
-    using the returned optimizer; `restore` gives the original back.
+    torch's AdamW, Adam and SGD and memtrain's `Lion` become fused optimizers (`AdamW4bit`; with
+    compressors of 8 bits `AdamW8bit`) if the chosen compressors have a fused kernel. Others, and
+    options without a kernel (amsgrad), become a `CompressedOptimizer`. The groups are shared with
+    the original, so its LR schedulers keep working. `restore` returns the original.
 
     Args:
         optimizer: A torch optimizer.
-        choose: `(parameter, state name) -> compressor`, `Identity()` to keep a state exact; by
-            default the paper's, B128/DE and Rank-1/Linear; of an optimizer that memtrain does not
-            know (`is_tested`), `Identity` for all.
-        min_elements: Parameters of at most so many elements keep exact states.
+        choose: `(parameter, state name) -> compressor`, `Identity()` to keep a state exact. By
+            default B128/DE and Rank-1/Linear, and `Identity` for an optimizer that memtrain does
+            not know.
+        min_elements: Parameters with at most this many elements keep exact states.
 
     Returns:
         The optimizer to use from now on.
@@ -65,41 +63,29 @@ def compress(
             f"choose={choose!r}; allowed: a function of a parameter and a state's name; "
             "memtrain.wrap(model, optimizer, cfg) takes presets"
         )
-    choose = Bounded(choose or default_choice(optimizer, 0), min_elements)
-    kind = becomes_fused(optimizer, choose)
+    choose = choose or default_choice(optimizer, 0)
+    kind = becomes_fused(optimizer, choose, min_elements)
     if kind is None:
         return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
-    new = kind.taking_over(optimizer, choose)
+    new = kind.taking_over(optimizer, choose, min_elements)
     states = {p: _packed(new, p, state) for p, state in optimizer.state.items() if state}
     new.adopt(optimizer)
     new.state.update(states)
     return new
 
 
-class Bounded:
-    """`choose`, with `Identity` for small parameters; a class so that it pickles."""
-
-    def __init__(self, choose: layout.Choose, min_elements: int) -> None:
-        self.choose, self.min_elements = choose, min_elements
-        self.seed = getattr(choose, "seed", 0)
-        self.instead = getattr(choose, "instead", None)
-
-    def __call__(self, param: Tensor, state_name: str) -> Compressor | Keep:
-        """The choice, or the reason to keep a small parameter's states."""
-        why = layout.too_small(param, self.min_elements)
-        return Keep(why) if why else self.choose(param, state_name)
-
-
-def becomes_fused(optimizer: Optimizer, choose: layout.Choose) -> type[FusedStates] | None:
-    """The fused class that `compress` makes of this optimizer, or None."""
+def becomes_fused(
+    optimizer: Optimizer, choose: layout.Choose, min_elements: int
+) -> type[FusedStates] | None:
+    """Return the fused class that `compress` makes of this optimizer, or None."""
     four = FUSED.get((type(optimizer), 4))
     if four is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
         return None
     widths = set()
     for param, _, _ in on_each(optimizer.param_groups):
-        decided = [layout.decide(param, choose, name) for name in four.names]
+        decided = [layout.decide(param, choose, name, min_elements) for name in four.names]
         compressors = [compressor for compressor, _ in decided]
-        # Where a shape rules the chosen one out, what serves instead may have no kernel beside the
+        # The substitute for a compressor that does not fit the shape may have no kernel with the
         # other state: such a parameter is stepped separately; others keep their kernels.
         separate = any(why and not compressor.is_identity for compressor, why in decided)
         separate = separate and not any(compressor.fused_only for compressor in compressors)
@@ -124,14 +110,14 @@ def _packed(new: FusedStates, param: Tensor, state: dict[str, Any]) -> dict[str,
 
 
 def restore(optimizer: Optimizer) -> Optimizer:
-    """The plain torch optimizer back, with its states decompressed into it.
+    """Return the plain torch optimizer with its states decompressed.
 
     Args:
-        optimizer: What `compress` (or the user) made; a plain optimizer is returned as it is.
+        optimizer: An optimizer with compressed states; a plain optimizer is returned as it is.
 
     Returns:
-        The original object; for a fused one that never had one, a new plain one over the same
-        groups: `torch.optim.AdamW`, `Adam` (without decoupled weight decay), `SGD`, or `Lion`.
+        The object that `compress` was called with, or a new plain optimizer over the same groups:
+        `torch.optim.AdamW`, `Adam` (without decoupled weight decay), `SGD`, or `Lion`.
 
     Example:
         >>> original = torch.optim.AdamW([torch.nn.Parameter(torch.ones(100, 100))])
@@ -175,24 +161,21 @@ def _whole(optimizer: CompressedStates, param: Tensor, group: dict[str, Any]) ->
 
 @torch.no_grad()
 def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
-    """The `state_dict` of the plain optimizer that a compressed one stands for, in float32.
+    """Return the `state_dict` of the equivalent plain optimizer, in float32.
 
-    `torch.optim.AdamW` (`Adam`, `SGD`, our `Lion`; for a `CompressedOptimizer` the one that it
-    holds) loads it, at any step, and the compressed one loads the plain one's `state_dict()`:
-    `load_state_dict` compresses what is not compressed. What is lost is what compression had lost
-    already: the states are those that the next step would have decompressed.
+    The plain optimizer loads it at any step, and the compressed optimizer loads the plain one's
+    `state_dict()`. The states are those that the next step would decompress.
 
     Args:
-        optimizer: A compressed one (of a plain one its own states are copied), or what `wrap` put
-            around it; it is not changed.
+        optimizer: An optimizer with compressed states, or its wrapper. The states of a plain
+            optimizer are copied.
 
     Returns:
-        Plain dicts of plain tensors and numbers. Corrections of split weights are no states of a
-        plain optimizer, and left out.
+        Plain dicts of tensors and numbers, without the corrections of split weights.
 
     Memory:
-        The plain optimizer's states, 8 bytes per parameter for AdamW, in float32 (float64 for
-        float64 parameters), on the parameters' devices.
+        The plain optimizer's states in float32 (float64 for float64 parameters), on the parameters'
+        devices: 8 bytes per parameter for AdamW.
 
     Example:
         >>> from memtrain.optim import AdamW4bit
@@ -205,15 +188,12 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
     saved = optimizer.state_dict()
     saved.pop(OWN, None)
     optimizer = innermost(optimizer)
-    params = [param for param, _, _ in on_each(optimizer.param_groups)]
-    order = [index for group in saved["param_groups"] for index in group["params"]]
     states = {
-        index: {
+        number: {
             name: value.clone() if isinstance(value, Tensor) else value
             for name, value in _unpacked(optimizer, param).items()
         }
-        for index, param in zip(order, params, strict=True)
-        if index in saved["state"]
+        for number, param, _ in numbered(optimizer.param_groups, saved)
     }
     groups = [{**_defaults(optimizer), **group} for group in saved["param_groups"]]
     return {**saved, "state": states, "param_groups": groups}
@@ -226,7 +206,7 @@ def _unpacked(optimizer: Optimizer, param: Tensor) -> dict[str, Any]:
 
 
 def _defaults(optimizer: Optimizer) -> dict[str, Any]:
-    """Options that the plain optimizer's groups have and a fused one's may lack."""
+    """Return options of the plain optimizer's groups that a fused optimizer may lack."""
     if not isinstance(optimizer, FusedStates):
         return {}
     probe = optimizer.plain_class()([torch.nn.Parameter(torch.empty(0))])  # pyright: ignore[reportCallIssue]

@@ -9,11 +9,10 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.compressors.base import Keep
 from memtrain.compressors.identity import Identity
-from memtrain.optim.convert import Bounded, becomes_fused
+from memtrain.optim.convert import becomes_fused
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.payloads import moment_dtype
 from memtrain.optim.states import layout
-from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates, on_each
 from memtrain.optim.states.first_step import first_states
 from memtrain.optim.states.known_optimizers import default_choice
@@ -22,13 +21,7 @@ from memtrain.optim.states.shards import local
 
 
 def state_bytes(optimizer: Optimizer) -> int:
-    """Live bytes of all state tensors, each storage counted once.
-
-    Args:
-        optimizer: Any torch optimizer.
-
-    Returns:
-        Bytes.
+    """Return the live bytes of all state tensors, each storage counted once.
 
     Example:
         >>> state_bytes(torch.optim.AdamW([torch.nn.Parameter(torch.ones(4))]))
@@ -46,17 +39,15 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def describe(optimizer: Optimizer) -> list[layout.StateRow]:
-    """How each state of each parameter is kept; before the first step, as it will be.
+    """Return how each state of each parameter is stored, or will be after the first step.
 
     Args:
-        optimizer: A compressed one, or what `wrap` put around it; of a plain one, each state is
-            listed as kept.
+        optimizer: Any optimizer, wrapped or not. The states of a plain optimizer are kept.
 
     Returns:
-        One row a state, `step` counters left out: parameter, its name (`group.index` if the
-        groups have no names), state, compressor, bytes, and the reason where the state is kept or
-        kept otherwise than chosen. A state that cannot be predicted is missing until the first
-        step.
+        A row per state without `step` counters: parameter, its name (`group.index` if the groups
+        have no names), state, compressor, bytes, and the reason if it is not the chosen one. A
+        state that cannot be predicted is missing until the first step.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(128, 64))
@@ -66,10 +57,9 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
     """
     inner = innermost(optimizer)
     if isinstance(inner, CompressedStates):
-        least = inner.min_elements if isinstance(inner, CompressedOptimizer) else 0
         pairs = zip(on_each(inner.param_groups), on_each(optimizer.param_groups), strict=True)
         outer = {theirs[0]: own[0] for theirs, own in pairs}  # states on the host are of copies
-        rows = _rows(inner, inner.choose, least)
+        rows = _rows(inner, inner.choose, inner.min_elements)
         return [row._replace(param=outer[row.param]) for row in rows]
     return _rows(optimizer, lambda param, state: Keep("kept: not compressed"), 0)
 
@@ -80,23 +70,18 @@ def predict(
     *,
     min_elements: int = layout.MIN_ELEMENTS,
 ) -> list[layout.StateRow]:
-    """The rows that `describe(compress(...))` would give; nothing is changed.
+    """Return the rows of `describe(compress(...))` without changing the optimizer.
 
-    Args:
-        optimizer: A plain torch optimizer, on any device (meta and fake tensors too).
-        choose: As for `compress`.
-        min_elements: As for `compress`.
-
-    Returns:
-        One row a state.
+    The arguments are those of `compress`; parameters may be meta and fake tensors.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(100, 100, device="meta"))
         >>> [row.state for row in predict(torch.optim.SGD([weight], lr=1.0, momentum=0.9))]
         ['momentum_buffer']
     """
-    bounded = Bounded(choose or default_choice(optimizer, 0), min_elements)
-    return _rows(optimizer, bounded, min_elements, becomes_fused(optimizer, bounded))
+    choose = choose or default_choice(optimizer, 0)
+    kind = becomes_fused(optimizer, choose, min_elements)
+    return _rows(optimizer, choose, min_elements, kind)
 
 
 def _rows(
@@ -106,15 +91,18 @@ def _rows(
     kind: type[FusedStates] | None = None,
 ) -> list[layout.StateRow]:
     fused = _fused(optimizer, kind)
+    least = max(min_elements, getattr(choose, "min_elements", -1))
     rows = []
     for param, group, name in on_each(optimizer.param_groups):
         for state, value in _values(optimizer, param, group, fused).items():
             if state == "step" or not isinstance(value, Tensor | dict):
                 continue
-            why = ""  # a payload, or the optimizer's own dict, is known by what it holds
+            why = ""
             if fused is None and isinstance(value, Tensor):
                 why = layout.eligible(param, value, min_elements)
-            compressor, reason = (Identity(), why) if why else layout.decide(param, choose, state)
+            compressor, reason = (
+                (Identity(), why) if why else layout.decide(param, choose, state, min_elements)
+            )
             packed = layout.is_packed(value, compressor.parts)
             if isinstance(value, dict) and not packed:
                 compressor, reason = Identity(), "kept: not a tensor"
@@ -122,7 +110,6 @@ def _rows(
                 nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
             else:
                 nbytes = sum(local(t).nbytes for t in _tensors(value))
-                least = getattr(choose, "min_elements", -1)
                 kept = layout.too_small(param, least) or "kept: identity was chosen"
                 reason = reason or ("" if packed else kept)
             rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
@@ -130,7 +117,7 @@ def _rows(
 
 
 def _fused(optimizer: Optimizer, kind: type[FusedStates] | None) -> FusedStates | None:
-    """The fused optimizer itself, or one without parameters of the class that it would become."""
+    """Return the fused optimizer, or one without parameters of the class that it would become."""
     if kind is not None:
         return object.__new__(kind)
     return optimizer if isinstance(optimizer, FusedStates) else None

@@ -15,8 +15,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from memtrain.environment import is_called_from
 from memtrain.kernels.floats.formats import FloatFormat
-from memtrain.kernels.step.uploads import read
 from memtrain.optim.wrappers.dtypes import map_tensors
+from memtrain.optim.wrappers.gradient_norms import read
 from memtrain.precision.state import PrecisionState
 
 # Dtypes of torch's op on every device (2.11): it has no CUDA kernel for bfloat16.

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import launch, prepared, update_rules, uploads
+from memtrain.kernels.step import launch, prepared, update_rules
 from memtrain.kernels.step.groups import inputs_of
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps, signature
 from tests.kernels.test_blockstep import entry
@@ -27,7 +27,7 @@ class Late(TorchDispatchMode):
     def __init__(self, monkeypatch, pinned=torch.clone):
         super().__init__()
         self.queue, self.kept, self.pinned = [], [], pinned
-        monkeypatch.setattr(uploads, "_sendable", self.sendable)
+        monkeypatch.setattr(launch, "sendable", self.sendable)
         real = launch.launch
         monkeypatch.setattr(
             launch,
@@ -57,20 +57,21 @@ def signature_of(entries):
     corrections = [e.master.correction for e in entries if e.master.correction is not None]
     tensors = [*chain.from_iterable(payload.values() for payload in payloads), *corrections]
     more = [(e.rule, e.codecs, e.master.mode, e.guard is not None) for e in entries]
-    return signature([e.param for e in entries], [e.grad for e in entries], tensors, more)
+    params, grads = [e.param for e in entries], [e.grad for e in entries]
+    return signature(id(params[0]), params, grads, tensors, more)
 
 
 def step_kept(entries, steps):
     """One step, as the fused optimizers make it."""
-    first, key = id(entries[0].param), signature_of(entries)
-    known = steps.find(first, key)
+    key = signature_of(entries)
+    known = steps.find(key)
     if known is not None:
         known.run(inputs_of(entries))
         return
     made = PreparedStep(entries)
     made.run()
     if made.lasting:
-        steps.keep(first, key, made)
+        steps.keep(key, made)
 
 
 def three_steps(entries, tables):

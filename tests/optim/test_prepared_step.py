@@ -257,10 +257,9 @@ def test_a_step_has_the_states_of_each_parameter():
         param.grad = torch.ones_like(param)
     optimizer.step()
     parts = parts_of(optimizer.param_groups)
-    tensors = tensors_of(parts, [(), ("momentum_buffer",)], optimizer.state)
-    assert tensors is not None
+    _, _, states = tensors_of(parts, [(), ("momentum_buffer",)], optimizer.state)
     kept = [optimizer.state[param]["momentum_buffer"] for param in params[1:]]
-    found = tensors.states()
+    found = [*states]
     assert [len(states) for states in found] == [0, 1, 1]
     assert all(states[0] is one for states, one in zip(found[1:], kept, strict=True))
 

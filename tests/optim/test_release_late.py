@@ -9,7 +9,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.audit.peak.predict import predict
 from memtrain.kernels.dispatch import backend
-from memtrain.kernels.step import uploads
 from memtrain.optim import AdamW4bit
 from memtrain.optim.fused.sgd import SGD4bit
 from memtrain.optim.wrappers import gradient_norms
@@ -117,8 +116,10 @@ CASES = [*QUICK, *(pytest.param(*case, marks=pytest.mark.nightly) for case in LO
 @pytest.mark.parametrize(("inner", "options", "bad"), CASES)
 def test_a_step_waits_once_and_does_the_same(inner, options, bad, monkeypatch, counts):
     reads, before, asked = Reads(), Reads(), []
-    real = uploads.read
-    monkeypatch.setattr(uploads, "read", lambda norms: asked.append(len(norms)) or real(norms))
+    real = gradient_norms.read
+    monkeypatch.setattr(
+        gradient_norms, "read", lambda norms: asked.append(len(norms)) or real(norms)
+    )
     ours, theirs = made(inner, options), made(inner, options)
     kernels = "reference" if inner == "plain" else "triton"
     with backend(kernels):

@@ -40,8 +40,6 @@ from memtrain.kernels.dispatch import simulating
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.optimizer_hooks import innermost
-from memtrain.optim.wrappers.host_copies import DelayedCopies
-from memtrain.optim.wrappers.host_states import HostStates
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 _DISPATCH = FakeTensorMode.dispatch.__code__
@@ -131,9 +129,6 @@ def _recorded(
     if on_cuda and not isinstance(innermost(optimizer), FusedStates):
         for group in optimizer.param_groups:  # torch's optimizers refuse it for CPU tensors
             group |= {"capturable": False} if "capturable" in group else {}
-    if on_cuda and isinstance(optimizer, HostStates):
-        copies = DelayedCopies()
-        optimizer.host.copies = lambda param: copies
     recorder = partial(
         StorageRecorder, model, fake=True, corrections=cuda.CudaForms if on_cuda else nullcontext
     )

@@ -98,7 +98,7 @@ class Codec(NamedTuple):
             )
 
     def decode(self, state: Payload, shape: torch.Size) -> Tensor:
-        """The state as it is kept, float32 (exact: as it is), of the parameter's shape."""
+        """Return the state in float32 (exact: as it is), of the parameter's shape."""
         if self.kind == "exact":
             return state["tensor"]
         if self.kind == "lloyd_max":
@@ -115,11 +115,7 @@ class Codec(NamedTuple):
     ) -> None:
         """Write a new value into the payload.
 
-        Args:
-            state: The payload.
-            new: Its new value.
-            scale: Of rank-1: of the whole tensor.
-            u: For blocks that are rounded stochastically: as in `encode_drawn`.
+        `scale` is rank-1's, of the whole tensor. `u` as in `encode_drawn`, for stochastic blocks.
         """
         if self.kind == "exact":
             state["tensor"].copy_(new)
@@ -144,13 +140,13 @@ LLOYD_MAX = Codec("lloyd_max", lloyd_max.BITS)
 
 
 def ratio(row: Tensor, mean: Tensor) -> Tensor:
-    """Row means over their mean, zero where that is zero."""
+    """Return row means over their mean, and zero where the mean is zero."""
     return (row / mean).masked_fill(mean == 0, 0.0)
 
 
 @cache
 def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
-    """The codebook as kernels read it: float32, 2**bits values, the bounds between, +Inf."""
+    """Return a codebook for kernels: float32, 2**bits values, the bounds between them, +Inf."""
     book, cpu = Codebook(codec.codebook, codec.bits, codec.signed), torch.device("cpu")
     values = book.values(cpu)
     found = torch.cat([values, book.midpoints(cpu), values.new_tensor([float("inf")])])
@@ -159,20 +155,15 @@ def codebook_and_bounds(codec: Codec, device: torch.device) -> Tensor:
 
 @cache
 def upper_buckets(codec: Codec, device: torch.device) -> Tensor:
-    """How many bounds of a codebook lie below each bucket of float32 values from -1 to 1.
+    """Return the number of codebook bounds below each bucket of float32 values from -1 to 1.
 
-    A bucket holds the values that share sign, exponent and `MANTISSA` bits; it holds at most one
-    bound, so one compare with the next bound finds a value's code. Edges are moved out by 2**-20:
-    the bucket may be that of a rounded value.
+    A bucket has the values that share sign, exponent and `MANTISSA` bits, and at most one bound, so
+    one comparison with the next bound gives a value's code. Edges are moved out by 2**-20: the
+    bucket may be that of a rounded value.
 
-    Args:
-        codec: Of 4 or 8 bits.
-        device: Where the kernels run.
-
-    Returns:
-        uint8, or for 4 bits int64 with the next bound in the upper half: [2 * n], by a value's
-        upper bits as a signed integer, plus n / 2. NaN finds 0, and so does everything in the last
-        n, which are for blocks without a scale.
+    The result is uint8, or for 4 bits int64 with the next bound in the upper half: [2 * n], by a
+    value's upper bits as a signed integer, plus n / 2. NaN gets 0. The last n values are 0, for
+    blocks without a scale.
 
     Example:
         >>> found = upper_buckets(Codec("block", 4, "DE"), torch.device("cpu"))

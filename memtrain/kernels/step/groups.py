@@ -43,13 +43,13 @@ class Inputs(NamedTuple):
     """Empty without."""
 
     def at(self, positions: Sequence[int]) -> "Inputs":
-        """The inputs of some entries."""
+        """Return the inputs of some entries."""
         each: Any = ([values[k] for k in positions] if values else () for values in self)
         return Inputs(*each)
 
 
 def inputs_of(entries: Sequence[Entry]) -> Inputs:
-    """The inputs that entries hold."""
+    """Return the inputs of entries."""
     guards = [entry.guard for entry in entries]
     return Inputs(
         [entry.grad for entry in entries],
@@ -61,7 +61,7 @@ def inputs_of(entries: Sequence[Entry]) -> Inputs:
 
 
 def same_kernels(entry: Entry) -> Hashable:
-    """Equal for entries that one `EntryGroup` steps."""
+    """Return a key that is equal for entries of one `EntryGroup`."""
     p = entry.param
     kind = entry.rule, entry.bits, entry.kind, entry.draws, entry.master.mode
     return p.device, p.dtype, entry.grad.dtype, kind, is_whole(entry)
@@ -84,34 +84,22 @@ def is_whole(entry: Entry) -> bool:
 
 
 def blocks(bits: int, whole: bool) -> int:
-    """Blocks of 128 of a program of the update: what all its elements share is found once.
+    """Return the blocks of 128 elements per program of the update: 32 if registers suffice.
 
-    Twice as many where the registers are there for 32 elements a thread.
-
-    Args:
-        bits: Of the codes; 32 where states are numbers, 0 without any.
-        whole: Whether all is aligned.
-
-    Example:
-        >>> blocks(4, True), blocks(4, False), blocks(0, True)
-        (32, 16, 16)
+    `bits` is 32 for exact states and 0 without states; `whole` as `is_whole`.
     """
     return 32 if whole and bits else 16
 
 
 def elements(entry: Entry) -> int:
-    """Elements of a program of the update."""
+    """Return the elements per program of the update."""
     return blocks(entry.bits, is_whole(entry)) * 128
 
 
 class CpuEntryGroup:
-    """Entries that one C++ call steps.
+    """Entries that one C++ call steps: contiguous, on the CPU, without guards.
 
-    Args:
-        entries: With contiguous parameters and gradients, on the CPU, without guards.
-
-    Memory:
-        320 bytes per entry; no tensor is kept alive.
+    The tables take 320 bytes per entry and keep no tensor alive.
     """
 
     reads_states = False
@@ -126,7 +114,7 @@ class CpuEntryGroup:
             if entry.kind == "rank1":
                 shape = entry.param.shape
                 row[SHAPE_FIELD : SHAPE_FIELD + 1 + len(shape)] = len(shape), *shape
-        self._given = self._table.ctypes.data, count
+        self._arguments = self._table.ctypes.data, count
         masters = [entry.master for entry in entries]
         drawn = [master.stochastic for master in masters]
         self._drawn = np.array(drawn) if any(drawn) else None
@@ -137,18 +125,14 @@ class CpuEntryGroup:
         if self._drawn is not None:
             self._table[self._drawn, SEED_FIELD] = np.array(inputs.seeds)[self._drawn]
         self._scalars[:] = stacked_rows(inputs.scalars)
-        cpu.call("mt_step", *self._given)
+        cpu.call("mt_step", *self._arguments)
 
 
 class EntryGroup:
-    """The passes over contiguous parameters of one kind and dtype, without kernels.
+    """The passes over contiguous parameters with equal `same_kernels`, without kernels.
 
-    Args:
-        entries: For which `same_kernels` are equal; no tensor of them is kept alive.
-
-    Memory:
-        For the time of a step, with rank-1 and factored states, vectors of rows and columns: 3/64
-        byte per element, factored.
+    A group keeps no tensor of the entries alive. During a step with rank-1 and factored states it
+    has vectors of rows and columns: 3/64 byte per element, factored.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -189,10 +173,10 @@ class EntryGroup:
             self._of("col_old")[k].copy_(rank1.columns(scale, self.shapes[k]))
 
     def reduce(self) -> None:
-        """Pass 1: rank-1's maxima, or factored's partial sums of squares; nothing for others."""
+        """Run pass 1: rank-1's maxima, or factored's partial sums of squares."""
 
     def sums(self) -> list[Sums]:
-        """Maxima or sums of pass 1, by entry."""
+        """Return the maxima or sums of pass 1, by entry."""
         if self.kind == "rank1":
             return [{"scale": self._new_scale(k)} for k in range(len(self.shapes))]
         each = zip(self._of("row_new"), self._of("col_new"), self.sizes, strict=True)
@@ -202,11 +186,10 @@ class EntryGroup:
         ]
 
     def finalize_scales(self, whole: Sequence[Sums] | None = None) -> None:
-        """Between the passes: scales and their reciprocals, or new factors and ratios of rows.
+        """Compute scales and their reciprocals, or new factors and ratios of rows.
 
-        Args:
-            whole: Of tensors split over processes: `scale` of the whole, or the new factors'
-                `mean`, which the states hold already.
+        For tensors split over processes, `whole` has the `scale` of the whole, or the `mean` of the
+        new factors, which are in the states already.
         """
         states = self._inputs.states
         if self.kind == "rank1":
@@ -224,7 +207,7 @@ class EntryGroup:
             self._part("col_inv").copy_(inverse(cols))
 
     def _invert_scales(self, whole: Sequence[Sums] | None) -> None:
-        """Reciprocals of the new maxima, which lie where the first pass has left them."""
+        """Compute the reciprocals of the new maxima."""
         if whole is None:
             self._scales = {k: self._new_scale(k) for k in self._deep}
         else:
@@ -236,17 +219,17 @@ class EntryGroup:
         self._part("row_inv", "col_inv").copy_(inverse(new))
 
     def _new_scale(self, k: int) -> Tensor:
-        """The maxima of every dimension from those of rows and flattened columns."""
+        """Return the maxima of every dimension from those of rows and flattened columns."""
         cols = self._of("col_new")[k]
         if k in self._deep:
             cols = rank1.maxima(cols.view(self.shapes[k][1:]))
         return torch.cat([self._of("row_new")[k], cols])
 
     def update(self) -> None:
-        """Pass 2: decode, update, encode."""
+        """Run pass 2: decode, update, encode."""
 
     def end(self) -> None:
-        """After the passes: new scales, and roots, into the states."""
+        """Copy the new scales and roots into the states."""
         states, guards = self._inputs.states, self._inputs.guards
         old, new = [], []
         if self.kind == "rank1":
@@ -272,7 +255,7 @@ class EntryGroup:
         self._inputs, self._scales, self._flat = Inputs((), ()), {}, None
 
     def offsets(self) -> dict[str, np.ndarray]:
-        """Name of a vector -> the first element of each entry's, -1 where it has none."""
+        """Return name of a vector -> the first element of each entry's; -1 without."""
         found, begin = {}, 0
         for name, sizes in self._vectors.items():
             ends = begin + np.cumsum(sizes)
@@ -281,7 +264,7 @@ class EntryGroup:
         return found
 
     def _part(self, first: str, last: str | None = None) -> Tensor:
-        """One vector of all entries; or several, up to `last`."""
+        """Return one vector of all entries; or several, up to `last`."""
         names, sums = [*self._vectors], [*map(sum, self._vectors.values())]
         begin, end = names.index(first), names.index(last or first) + 1
         if self._flat is None:
@@ -289,17 +272,17 @@ class EntryGroup:
         return self._flat.narrow(0, sum(sums[:begin]), sum(sums[begin:end]))
 
     def _of(self, name: str) -> Sequence[Tensor]:
-        """A vector of each entry."""
+        """Return a vector of each entry."""
         return self._part(name).split(self._vectors[name])
 
     def _average(self) -> None:
-        """The kernels between the passes: new factors, and ratios of rows."""
+        """Compute new factors and ratios of rows."""
 
 
 def _vectors(
     kind: str, bits: int, sizes: Sequence[tuple[int, int]], deep: Sequence[int]
 ) -> dict[str, list[int]]:
-    """Names of the passes' vectors of float32 -> the elements of each entry's."""
+    """Return name of a float32 vector of the passes -> the elements of each entry's."""
     rows, cols = [one for one, _ in sizes], [one for _, one in sizes]
     if kind == "rank1":
         found = {"row_new": rows, "col_new": cols, "row_inv": rows, "col_inv": cols}

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.kernels.codebook import lloyd_max
 from memtrain.kernels.device_guard import launch
@@ -25,7 +26,6 @@ from memtrain.kernels.step.step import (
 )
 from memtrain.kernels.step.update_rules import COUNT, RULES, stacked_rows
 from memtrain.kernels.step.update_rules_triton import EXACT
-from memtrain.kernels.step.uploads import send
 
 kernels: Any = step_triton  # launches take options that no signature shows
 first_pass: Any = reduce_triton
@@ -38,13 +38,9 @@ VECTOR_FIELDS = {
 
 
 class TritonEntryGroup(EntryGroup):
-    """The passes over contiguous parameters of one kind and dtype, with their kernels.
+    """The passes over contiguous parameters and gradients of one kind, with their kernels.
 
-    Args:
-        entries: As `EntryGroup` takes them; their gradients are contiguous.
-
-    Memory:
-        320 bytes per entry, on the device and on the host; no tensor of the entries is kept alive.
+    The tables take 320 bytes per entry, on the device and on the host.
     """
 
     def __init__(self, entries: Sequence[Entry]) -> None:
@@ -89,7 +85,7 @@ class TritonEntryGroup(EntryGroup):
             self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
         self._own[:] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
         self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
-        send(self._here, self._there)
+        self._there.copy_(sendable(self._here, self.device), non_blocking=True)
 
     def reduce(self) -> None:
         """As `EntryGroup.reduce`."""
@@ -135,13 +131,22 @@ class TritonEntryGroup(EntryGroup):
 
 
 def new_table(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Room for the numbers that kernels read: on the host, and where kernels find them."""
+    """Allocate int64 numbers for kernels, on the host and on the device."""
     numbers = torch.zeros(size, dtype=torch.int64, device="cpu")
     return numbers, torch.empty_like(numbers, device=device)
 
 
+def sendable(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers that a copy to the device reads; the host may rewrite its own at once.
+
+    For a GPU they are in pinned memory, which PyTorch reuses only after the copy has ended.
+    """
+    pinned = device.type == "cuda" and not isinstance(numbers, FakeTensor)
+    return numbers.pin_memory() if pinned else numbers
+
+
 def _update_options(first: Entry, constants: dict[str, Any]) -> dict[str, Any]:
-    """Constants and options of the update's launch."""
+    """Return constants and options of the update's launch."""
     size, whole = first.codecs[0].block if first.codecs else 128, constants["WHOLE"]
     options = {"COUNT": elements(first) // size, "HALF": size // 2}
     if first.bits == lloyd_max.BITS:
@@ -157,14 +162,9 @@ def _update_options(first: Entry, constants: dict[str, Any]) -> dict[str, Any]:
 
 @lru_cache(maxsize=256)
 def programs(counts: tuple[int, ...], device: torch.device) -> Tensor:
-    """The block table: which tensor, and which chunk of it, each program works on.
+    """Return the tensor and its chunk for each program: int32, [sum(counts), 2].
 
-    Args:
-        counts: Chunks of each tensor.
-        device: Where the kernel runs.
-
-    Returns:
-        int32, [sum(counts), 2].
+    `counts` are the chunks of each tensor.
 
     Example:
         >>> programs((1, 2), torch.device("cpu")).tolist()

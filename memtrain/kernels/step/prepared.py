@@ -19,9 +19,9 @@ from memtrain.kernels.step.step import (
 )
 
 LIMIT = 8
-"""Prepared steps that begin with one parameter: it and others with gradients, say."""
+"""Prepared steps per first parameter."""
 MOST = 2**14
-"""First parameters of prepared steps: released gradients take a step for each parameter."""
+"""First parameters of prepared steps: with released gradients each parameter is one."""
 
 
 class PreparedStep:
@@ -36,17 +36,9 @@ class PreparedStep:
     NaN and Inf in a gradient affect the parameter as in torch, and in the states the element's
     block (block), the element (rank-1) or the whole tensor (factored).
 
-    Args:
-        entries: Parameters to update, on any devices; those without elements are skipped. The
-            entries are kept until the first `run` ends.
-
-    Raises:
-        ValueError: If no kernel has an entry's rule with its codecs, or a payload has another size.
-
-    Memory:
-        As `CpuEntryGroup` and `TritonEntryGroup`: no parameter-sized temporaries, but vectors for
-        rows and columns, and copies as large as those of the largest parameter that is not
-        contiguous.
+    The entries may be on any devices; those without elements are skipped. They are kept until the
+    first `run` ends. Temporaries are vectors for rows and columns, and copies as large as those of
+    the largest parameter that is not contiguous.
 
     Example:
         >>> import torch
@@ -117,11 +109,7 @@ class PreparedStep:
         return any(group.reads_states for _, group in self._groups)
 
     def run(self, inputs: Inputs | None = None) -> None:
-        """Make a step.
-
-        Args:
-            inputs: Of another step than the entries' own, where the step is `lasting`.
-        """
+        """Make the step of the entries, or of other inputs if the step is `lasting`."""
         entries, self._entries = self._entries, []
         if inputs is None:
             self._run_others(entries)
@@ -141,7 +129,7 @@ class PreparedStep:
 
 
 def _batches(entries: Sequence[Entry]) -> Iterator[list[Entry]]:
-    """Yield entries whose copies together take no more bytes than those of the largest one."""
+    """Yield entries whose copies together take at most the bytes of the largest one's."""
     nbytes = [sum(x.nbytes for x in _copies_of(entry)) for entry in entries]
     batch: list[Entry] = []
     room = most = max(nbytes, default=0)
@@ -179,7 +167,7 @@ def _step_copied(entries: Sequence[Entry]) -> None:
 
 
 def _backends(entries: Sequence[Entry]) -> list[str]:
-    """The backend of each entry, asked once for each device."""
+    """Return the backend of each entry, chosen once per device."""
     ask = backend_of if is_simulated() else choose
     first = {entry.param.device: entry.param for entry in entries}
     found = {device: ask(param) for device, param in first.items()}
@@ -205,20 +193,16 @@ class PreparedSteps:
     def __init__(self) -> None:
         self._steps: dict[Hashable, list[tuple[Any, PreparedStep]]] = {}
 
-    def find(self, first: Hashable, signature: Any) -> PreparedStep | None:
-        """The step of a signature, or None.
-
-        Args:
-            first: Identifies the step's first parameter.
-            signature: Equal for steps whose tables are, but for `Inputs`.
-        """
-        for known, step in self._steps.get(first, ()):
+    def find(self, signature: list[Any]) -> PreparedStep | None:
+        """Return the step with a signature, or None."""
+        for known, step in self._steps.get(signature[0], ()):
             if known == signature:
                 return step
         return None
 
-    def keep(self, first: Hashable, signature: Any, step: PreparedStep) -> None:
+    def keep(self, signature: list[Any], step: PreparedStep) -> None:
         """Keep a step for `find`."""
+        first = signature[0]
         if first not in self._steps and len(self._steps) >= MOST:
             del self._steps[next(iter(self._steps))]
         kept = self._steps.setdefault(first, [])
@@ -231,21 +215,22 @@ class PreparedSteps:
 
 
 def signature(
-    params: Sequence[Tensor], grads: Sequence[Tensor], tensors: Iterable[Tensor], more: Any
+    first: Hashable,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    tensors: Iterable[Tensor],
+    more: Any,
 ) -> list[Any]:
-    """Equal for steps whose tables are, but for `Inputs`.
+    """Return a list that is equal for steps whose tables differ only in `Inputs`.
 
-    Reads each property for all tensors at once: a Python loop takes longer than a small step.
-
-    Args:
-        params: On their devices, dense.
-        grads: Of the same shapes; only what kernels depend on is read.
-        tensors: Payloads and corrections.
-        more: What else the tables depend on: rules, codecs.
+    `first` identifies the first parameter; `tensors` are payloads and corrections; `more` are rules
+    and codecs. Reads each property for all tensors at once: a Python loop takes longer than a small
+    step.
     """
     both, rest = [*params, *grads], [*tensors]
     address = _storage if is_simulated() else Tensor.data_ptr
     return [
+        first,
         more,
         dispatch.forced,
         [x.dtype for x in both],

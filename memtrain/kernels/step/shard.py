@@ -1,4 +1,4 @@
-"""Tensors of which each process holds a part: what the parts must know of each other."""
+"""Collectives between the parts of tensors that are split over processes."""
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
@@ -8,10 +8,10 @@ from torch import Tensor
 
 
 class Shard(NamedTuple):
-    """A part's place in its whole."""
+    """The position of a part in its whole tensor."""
 
     shape: tuple[int, ...]
-    """Of the whole tensor."""
+    """The shape of the whole tensor."""
     groups: tuple[tuple[int, Any], ...]
     """Dimension -> the process group that splits it; several may split one dimension."""
 
@@ -26,27 +26,20 @@ Pending = list[tuple[Any, Tensor]]
 
 
 def for_collectives(x: Tensor, group: Any) -> Tensor:
-    """`x` where a process group has a backend: itself, or a copy on the group's first device.
+    """Return `x`, or a copy on the group's first device if the group has no backend for `x`.
 
-    FSDP2's `CPUOffloadPolicy` keeps parts on the host, and a group of NCCL alone takes none there.
-
-    Args:
-        x: Of a few elements, on any device.
-        group: A process group that this process belongs to.
+    FSDP2's `CPUOffloadPolicy` keeps parts on the host, where a group of NCCL has no backend.
     """
     devices = group._device_types
     return x if x.device.type in {device.type for device in devices} else x.to(devices[0])
 
 
 def all_reduce(pending: Iterable[tuple[Any, Tensor]], op: str) -> None:
-    """Reduce tensors in place over their process groups: one collective for each group.
+    """Reduce tensors in place over their process groups: one collective per group.
 
-    Maxima are compared as integers, so that NaN is the largest, whatever the order.
-
-    Args:
-        pending: The same on each process of a group, in the same order. A tensor may stand there
-            for several groups: they then follow each other.
-        op: `"sum"`, or `"max"` of values that are not negative.
+    `pending` must have the same order on each process of a group. A tensor may be there for several
+    groups, one after the other. `op` is `"sum"`, or `"max"` of values that are not negative:
+    maxima are compared as integers, so that NaN is the largest.
     """
     batches: dict[Any, list[Tensor]] = {}
     for group, tensor in pending:
@@ -63,17 +56,9 @@ def all_reduce(pending: Iterable[tuple[Any, Tensor]], op: str) -> None:
 
 
 def of_maxima(scale: Tensor, part_shape: torch.Size, shard: Shard) -> Pending:
-    """Reduction that makes `rank1.maxima` of a part those of the whole.
+    """Return the reductions (`"max"`) that make `rank1.maxima` of a part those of the whole.
 
-    The maxima of a dimension are the whole's over the parts that share its indices.
-
-    Args:
-        scale: float32, [sum(part_shape)].
-        part_shape: Of this process's part.
-        shard: Its place.
-
-    Returns:
-        What to give to `all_reduce` with `"max"`.
+    The maxima of a dimension are reduced over the parts that share its indices.
     """
     parts = scale.split(list(part_shape))
     return [
@@ -82,14 +67,14 @@ def of_maxima(scale: Tensor, part_shape: torch.Size, shard: Shard) -> Pending:
 
 
 def of_sums(row: Tensor, col: Tensor, shard: Shard) -> Pending:
-    """Reduction of a part's sums of rows and columns to those of the whole tensor."""
+    """Return the reductions of a part's sums of rows and columns to those of the whole tensor."""
     return [(group, row if split else col) for split, group in shard.groups]
 
 
 def mean_of(row: Tensor, col: Tensor, shard: Shard) -> Tensor:
-    """The mean of the whole, of which `row` and `col` hold means, at least one of them whole.
+    """Return the mean of the whole from its means of rows and columns, one of them complete.
 
-    Mean row and mean column agree but for rounding: the one that this process holds whole serves.
+    Both give the same mean but for rounding: the one that this process has completely is used.
     """
     if all(dim != 0 for dim, _ in shard.groups):
         return row.mean()

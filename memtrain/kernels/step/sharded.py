@@ -25,19 +25,12 @@ from memtrain.kernels.step.step import (
 
 
 def step(entries: Sequence[Entry]) -> None:
-    """`PreparedStep` for entries with a rank-1 or factored state that have a `shard`.
+    """Step entries with a rank-1 or factored state and a `shard`.
 
-    Each process of the shards' groups must call it, with the same entries in the same order; parts
-    may be empty. The new scales are bit for bit those of the whole tensor, the factors are so but
-    for the order of sums. On CUDA the kernels of `reduce_triton.py` and `step_triton.py` serve
-    contiguous parts split by rows; others, and the CPU, take torch's arithmetic, one parameter at a
-    time.
-
-    Args:
-        entries: Each with the part of this process.
-
-    Memory:
-        Vectors of rows and columns; in torch's arithmetic some float32 tensors of a part's size.
+    Each process of the shards' groups must call it with the same entries in the same order; parts
+    may be empty. The new scales are bit for bit those of the whole tensor; the factors differ in
+    the order of sums. On CUDA, Triton kernels step contiguous parts split by rows. The reference
+    steps other parts one by one, with float32 tensors of a part's size.
     """
     plain = [k for k, entry in enumerate(entries) if not _by_kernels(entry)]
     groups = _begin({k: entry for k, entry in enumerate(entries) if k not in plain})
@@ -66,7 +59,7 @@ def _by_kernels(entry: Entry) -> bool:
 
 
 def _begin(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
-    """Pass 1 by kernels: groups, and which entries each serves."""
+    """Run pass 1 by kernels; return groups with the positions of their entries."""
     if not entries:
         return []
     from memtrain.kernels.step.launch import TritonEntryGroup
@@ -89,7 +82,7 @@ def _shard(entry: Entry) -> Shard:
 
 
 def _reduce(found: Sequence[tuple[Entry, Sums]]) -> None:
-    """The whole tensors' maxima; their factors, written to the entries."""
+    """Reduce maxima to those of the whole tensors, and write their factors to the entries."""
     maxima: Pending = []
     totals: Pending = []
     for entry, sums in found:

@@ -39,9 +39,9 @@ class MasterWeight(NamedTuple):
     """As `split` takes it."""
     stochastic: bool = False
     seed: int = 0
-    """64 bits, signed, as `Key.bits` gives."""
+    """64 bits, signed, as `Key.bits` returns."""
     block: int = 0
-    """Of a part, by the definition: how many runs of `rounding.BLOCK` elements precede it."""
+    """The runs of `rounding.BLOCK` elements that precede a part."""
 
     @property
     def any(self) -> bool:
@@ -53,20 +53,20 @@ class MasterWeight(NamedTuple):
         return self.correction is None or self.correction.is_contiguous()
 
     def contiguous(self) -> "MasterWeight":
-        """With a contiguous correction: a copy, where it is not."""
+        """Return the storage with a contiguous correction."""
         if self.correction is None:
             return self
         return self._replace(correction=self.correction.contiguous())
 
     def read(self, weight: Tensor) -> Tensor:
-        """The value that a step begins with, by the definition: float32 (of float64: float64)."""
+        """Return the master by the reference: float32, or float64 for float64 weights."""
         weight = weight.detach()
         if self.any:
             return merge_reference(weight, self.correction)
         return weight.to(torch.float64 if weight.dtype == torch.float64 else torch.float32)
 
     def write(self, master: Tensor, weight: Tensor) -> None:
-        """Split a stepped value again, by the definition; without a master, round it."""
+        """Split a stepped value by the reference; without a master, round it."""
         weight = weight.detach()
         if not self.any:
             weight.copy_(master)
@@ -113,22 +113,8 @@ def split(
     that is a normal float16 in magnitude (2**-14 to 65504), c = 8 at most 2**-8 of the ulp.
 
     Inf stays Inf. NaN stays NaN, with a correction of 0. A finite master
-    too large for the rounded format becomes Inf. -0 and subnormals keep the rules above.
-
-    Args:
-        master: float32, any shape.
-        weight: bfloat16 or float16, of the master's shape; written.
-        correction: int8, int16 or None, of the master's shape; written.
-        seed: 64 bits, signed or not, of stochastic rounding; equal seeds give equal weights.
-        stochastic: Whether to round stochastically; without a correction and in bfloat16 only.
-
-    Raises:
-        TypeError: If a dtype is not one named above.
-        ValueError: If shapes differ, or stochastic rounding is asked for where there is none; if
-            `seed` has more than 64 bits.
-
-    Memory:
-        2 bytes per element, and 0, 1 or 2 of correction; 32 MiB for the call.
+    too large for the rounded format becomes Inf. -0 and subnormals follow the rules above. The seed
+    of stochastic rounding has 64 bits; equal seeds give equal weights. Temporaries take 32 MiB.
 
     Example:
         >>> master, weight = torch.tensor([1.001]), torch.empty(1, dtype=torch.bfloat16)

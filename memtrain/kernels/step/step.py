@@ -28,9 +28,9 @@ from memtrain.kernels.step.update_rules import RULES, Scalars
 SECOND = {"rank1": 1, "factored": 2}  # a second state that is not kept as the first one: 0
 FIELDS, _MAX_DIMS = 32, 8
 GRADIENT_FIELD, SCALARS_FIELD, SEED_FIELD = 1, 10, 22
-"""Of a row of the kernels' table, what changes from step to step."""
+"""Fields of a table row that change from step to step."""
 SHAPE_FIELD = 23
-"""Where C++ has the dimensions of a rank-1 state, and then their sizes."""
+"""First field of the dimensions of a rank-1 state, and of their sizes, for C++."""
 
 Sums = dict[str, Tensor]
 """Results of the first pass: `scale` (rank-1's maxima), or `row`, `col` (sums of squares) and then
@@ -60,12 +60,12 @@ class Entry(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """How the last state is kept; "none" without a state."""
+        """The kind of the last state's codec; "none" without a state."""
         return _kind(self.codecs)[0]
 
     @property
     def bits(self) -> int:
-        """Of the first state's elements; 0 without a state."""
+        """Bits per element of the first state; 0 without a state."""
         return _kind(self.codecs)[1]
 
     @property
@@ -92,13 +92,7 @@ def _draws(rule: str, codecs: tuple[Codec, ...]) -> bool:
 
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
-    """Whether the kernels have a rule with its states kept so.
-
-    Example:
-        >>> from memtrain.kernels.step.codecs import EXACT, FACTORED
-        >>> has_kernel("lion", [EXACT]), has_kernel("adamw", [EXACT, FACTORED])
-        (True, False)
-    """
+    """Whether the kernels have a rule with these codecs of its states."""
     if len(codecs) not in RULES[rule].states:
         return False
     if rule == "sgd" and any(codec.drawn for codec in codecs):
@@ -116,7 +110,7 @@ def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
 
 
 def is_supported(entry: Entry) -> bool:
-    """Whether the kernels have an entry's dtypes and dimensions; they read contiguous tensors."""
+    """Whether the kernels support an entry's dtypes and dimensions."""
     if entry.param.dim() > _MAX_DIMS and entry.kind == "rank1":
         return False
     return entry.param.dtype in cpu.FLOAT_TYPES and entry.grad.dtype in cpu.FLOAT_TYPES
@@ -179,7 +173,7 @@ def step_reference(entry: Entry) -> None:
 
 
 def reduce_reference(entry: Entry) -> Sums:
-    """Pass 1 in pure torch: the maxima of rank-1's new state, or sums of squared gradients."""
+    """Return pass 1 in torch: the maxima of rank-1's new state, or sums of squared gradients."""
     if entry.kind not in ROWS_AND_COLUMNS:
         return {}
     h: Any = entry.scalars
@@ -192,7 +186,7 @@ def reduce_reference(entry: Entry) -> Sums:
 
 
 def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
-    """The new factors from sums over the whole tensor, into the state; their mean into `sums`."""
+    """Write the new factors from sums over the whole tensor; add their mean to `sums`."""
     h: Any = entry.scalars
     state = entry.states[1]
     row, col = state["row"], state["col"]
@@ -203,7 +197,7 @@ def average_factors(entry: Entry, sums: Sums, part: Shard) -> None:
 
 
 def update_reference(entry: Entry, sums: Sums) -> None:
-    """Pass 2 in pure torch: decode, update, encode."""
+    """Run pass 2 in torch: decode, update, encode."""
     written = [part for state in entry.states for part in state.values()]
     written += [x for x in (entry.param, entry.master.correction) if x is not None]
     with unless_refused(entry, written):
@@ -239,12 +233,7 @@ def _update(entry: Entry, sums: Sums) -> None:
 
 @contextmanager
 def unless_refused(entry: Entry, written: Sequence[Tensor]) -> Iterator[None]:
-    """Restore the tensors after the block if the guard is not finite, without a synchronization.
-
-    Args:
-        entry: Whose guard.
-        written: The tensors that the block writes in place.
-    """
+    """Restore the written tensors if the guard is not finite, without a synchronization."""
     old = [] if entry.guard is None else [x.clone() for x in written]
     yield
     if entry.guard is not None:
@@ -256,7 +245,7 @@ def unless_refused(entry: Entry, written: Sequence[Tensor]) -> Iterator[None]:
 def _store_over_factors(
     h: update_rules.AdamWScalars, p: Tensor, m: Tensor, state: Payload, row: Tensor, col: Tensor
 ) -> Tensor:
-    """Quantise a first moment over the roots of the second's factors; the new parameter."""
+    """Quantize a first moment over the roots of the second's factors; return the parameter."""
     codes, scale = lloyd_max.encode(m, row, col)
     for name, value in (("codes", codes), ("scale", scale), ("row", row), ("col", col)):
         state[name].copy_(value)
@@ -266,7 +255,7 @@ def _store_over_factors(
 
 
 def check_library() -> None:
-    """Raise where the C++ was built of other sources: it leaves rules that it lacks undone."""
+    """Raise if the C++ was built from other sources: it ignores rules that it lacks."""
     count = getattr(cpu.library(), "mt_step_rules", None)
     built = 0 if count is None else count()
     if built != len(RULES):
@@ -277,12 +266,9 @@ def check_library() -> None:
 
 
 def table(entries: Sequence[Entry]) -> np.ndarray:
-    """The kernels' table of addresses and sizes, but for the scalars: int64, [entries, FIELDS].
+    """Return the kernels' table of contiguous entries, without scalars: int64, [entries, FIELDS].
 
     The first 23 fields of a row are those of struct Row in cpu/step/table.h.
-
-    Args:
-        entries: With contiguous parameters and gradients.
     """
     rows: array[int] = array("q")
     for entry in entries:

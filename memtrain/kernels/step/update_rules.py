@@ -145,23 +145,7 @@ def adamw(
     maximize: bool = False,
     decoupled: bool = True,
 ) -> AdamWScalars:
-    """The scalars of AdamW's or Adam's step.
-
-    Args:
-        step: The step's number, from 1.
-        lr: Learning rate.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the root of the corrected second moment.
-        weight_decay: Decoupled (AdamW) or added to the gradient (Adam).
-        maximize: Ascend instead of descend.
-        decoupled: Which form of weight decay.
-
-    Returns:
-        The scalars.
-
-    Example:
-        >>> adamw(1, lr=0.5, betas=(0.0, 0.0), eps=0.0).step_size
-        0.5
+    """Return the scalars of AdamW's or Adam's step, which is numbered from 1.
 
     Reference:
         Loshchilov and Hutter, Decoupled Weight Decay Regularization, arXiv:1711.05101.
@@ -182,15 +166,10 @@ def adamw(
 
 
 def later_weight(b1: float, step: float) -> float:
-    r"""Weight of a part of the first moment in all later steps, bias correction included.
+    r"""Return the weight of a part of the first moment in all later steps, with bias correction.
 
-    Args:
-        b1: Decay of the first moment.
-        step: The number of the step that has it, from 1.
-
-    Returns:
-        $\sum_{k \ge 1} \beta_1^k / (1 - \beta_1^{t+k})$, by the formula of Euler and Maclaurin: for
-        decays from 0.5 on right to 0.002 of it. 0 without a decay.
+    The weight is $\sum_{k \ge 1} \beta_1^k / (1 - \beta_1^{t+k})$, by the formula of Euler and
+    Maclaurin: for decays from 0.5 on correct to 0.002 of it. 0 without a decay.
 
     Example:
         >>> round(later_weight(0.9, 1), 1), round(later_weight(0.9, 1000), 4)
@@ -214,27 +193,7 @@ def sgd(
     maximize: bool = False,
     first: bool = False,
 ) -> SGDScalars:
-    """The scalars of SGD's step.
-
-    Args:
-        lr: Learning rate.
-        momentum: Decay of the buffer.
-        dampening: How much less of the gradient the buffer takes.
-        nesterov: Step by `g + momentum * buf` instead.
-        weight_decay: Times the parameter, added to the gradient.
-        maximize: Ascend instead of descend.
-        first: The first step, where `buf = g`, whatever the dampening (as in torch).
-
-    Returns:
-        The scalars.
-
-    Example:
-        >>> sgd(lr=0.5, momentum=0.9, dampening=0.5).w
-        0.5
-
-    Reference:
-        torch.optim.SGD.
-    """
+    """Return the scalars of SGD's step; the `first` buffer is the gradient, as in torch."""
     return SGDScalars(
         decay=1.0,
         l2=weight_decay,
@@ -250,20 +209,7 @@ def sgd(
 def lion(
     *, lr: float, betas: tuple[float, float], weight_decay: float = 0.0, maximize: bool = False
 ) -> LionScalars:
-    """The scalars of Lion's step.
-
-    Args:
-        lr: Learning rate.
-        betas: Weight of the momentum in the update, and its decay.
-        weight_decay: Decoupled from the gradient.
-        maximize: Ascend instead of descend.
-
-    Returns:
-        The scalars.
-
-    Example:
-        >>> lion(lr=0.5, betas=(0.75, 0.5)).w1
-        0.25
+    """Return the scalars of Lion's step.
 
     Reference:
         Chen et al., Symbolic Discovery of Optimization Algorithms, arXiv:2302.06675, algorithm 2.
@@ -282,7 +228,7 @@ def lion(
 
 
 def drawn(m: Tensor, p: Tensor) -> Tensor:
-    """Return numbers in (0, 1) for the stochastic rounding of a new momentum.
+    """Return numbers in (0, 1) for the stochastic rounding of a new momentum: float32.
 
     A step changes a momentum by less than one 4-bit code, and rounding to nearest would discard
     the change. The numbers are a hash of the magnitude of the momentum, which changes in each
@@ -294,12 +240,8 @@ def drawn(m: Tensor, p: Tensor) -> Tensor:
     its codes then change only as the parameter's upper bits do, sooner where the momentum is
     large. Its mean over time was 7 % too small at a learning rate of 0.001, to nearest 3 %.
 
-    Args:
-        m: The new momentum.
-        p: The parameter before the step.
-
-    Returns:
-        float32, `(r + 0.5) / 65536` with a uniform `r` of 16 bits.
+    `p` is the parameter before the step. The numbers are `(r + 0.5) / 65536`, `r` a uniform integer
+    of 16 bits.
 
     Example:
         >>> x = torch.rand(100_000, dtype=torch.float32)
@@ -314,7 +256,7 @@ def drawn(m: Tensor, p: Tensor) -> Tensor:
 
 
 def gradient(h: Scalars, grad: Tensor, p: Tensor) -> Tensor:
-    """The gradient that a rule sees: with its sign, and with L2 decay, in the dtype of `p`."""
+    """Return the gradient with its sign and L2 decay, in the dtype of `p`."""
     g = grad.to(p.dtype) * h.sign
     return g + h.l2 * p if h.l2 else g
 

@@ -8,7 +8,6 @@ from torch.optim import Adam, AdamW, Optimizer
 
 from memtrain.kernels.step.update_rules import AdamWScalars, adamw
 from memtrain.optim.fused.fused import FusedStates, variant
-from memtrain.optim.fused.options import check_betas, check_numbers
 from memtrain.optim.states import layout
 
 
@@ -107,12 +106,6 @@ class AdamW4bit(FusedStates):
             ),
         }
         super().__init__(params, defaults, first=first, second=second, min_elements=min_elements)
-
-    def check(self, group: dict[str, Any]) -> None:
-        """As `FusedStates.check`."""
-        super().check(group)
-        check_numbers(group, ("lr", "eps", "weight_decay"))
-        check_betas(group)
 
     def plain_class(self) -> type[Optimizer]:
         """As `FusedStates.plain_class`; the groups' weight decay decides."""

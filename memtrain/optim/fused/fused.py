@@ -8,15 +8,16 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step.codecs import EXACT, Codec
-from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Scalars
+from memtrain.optim.fused.options import check_numbers
 from memtrain.optim.fused.payloads import (
     as_payload,
     codec_of,
@@ -25,14 +26,14 @@ from memtrain.optim.fused.payloads import (
     real_view,
     zeros,
 )
-from memtrain.optim.fused.step_tensors import StepTensors, tensors_of
+from memtrain.optim.fused.step_tensors import tensors_of
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
     closure_loss,
     refuse_capture,
 )
-from memtrain.optim.states.per_parameter import PerParameter, positions_of
+from memtrain.optim.states.per_parameter import group_of
 from memtrain.optim.states.shards import USUAL, local, shard_of
 from memtrain.optim.states.targets import (
     Part,
@@ -98,21 +99,23 @@ class FusedStates(CompressedStates):
         super().__init__(params, defaults)
 
     @classmethod
-    def taking_over(cls, original: Optimizer, choose: layout.Choose) -> "FusedStates":
-        """An optimizer that shares the groups of a plain one and has no states yet."""
+    def taking_over(
+        cls, original: Optimizer, choose: layout.Choose, min_elements: int
+    ) -> "FusedStates":
+        """Return an optimizer over the parameters of a plain one, without states."""
         new = cls([{"params": group["params"]} for group in original.param_groups])  # pyright: ignore[reportCallIssue]
-        new.choose = choose
+        new.choose, new.min_elements = choose, min_elements
         for group in original.param_groups:
             new.check(group)
         return new
 
     def scalars(self, group: dict[str, Any], turn: float) -> Scalars:
-        """The kernel's scalars for a group's step `turn` (1 is a parameter's first)."""
+        """Return the kernel's scalars for a group's step `turn` (1 is a parameter's first)."""
         raise NotImplementedError
 
     @classmethod
     def codecs(cls, compressors: Sequence[Compressor]) -> tuple[Codec, ...] | None:
-        """The kernel's codecs for the compressors of `names`, or None where no kernel serves."""
+        """Return the kernel's codecs for the compressors of `names`, or None without a kernel."""
         found = []
         for name, compressor in zip(cls.names, compressors, strict=False):
             codec = codec_of(compressor, signed=not layout.is_unsigned(name))
@@ -131,9 +134,10 @@ class FusedStates(CompressedStates):
         for name, why in REFUSED.items():
             if group.get(name):
                 raise ValueError(f"{type(self).__name__} has no {name}: {why}")
+        check_numbers(group)
 
     def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """The states that a parameter of a group has, its step counter left out."""
+        """Return the states that a parameter of a group has, without its step counter."""
         return self.names
 
     def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str]:
@@ -174,27 +178,28 @@ class FusedStates(CompressedStates):
 
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Update some parameters, each by the options of its group, as `step` does."""
-        positions = positions_of(self)
         parts: dict[int, tuple[dict[str, Any], list[Target]]] = {}
         for target in targets:
-            group = positions.group(target.param, self.param_groups)
+            group = group_of(self, target.param, self.param_groups)
             parts.setdefault(id(group), (group, []))[1].append(target)
         self.step_parts([*parts.values()])
 
     def step_parts(self, parts: Sequence[Part]) -> None:
         """Update the parameters of some groups; nothing has changed if this raises."""
         own = [(group, with_local_gradients(targets)) for group, targets in parts]
-        tensors, prepared = self._step_tensors(own), None
-        if tensors is not None:
-            prepared = self._steps.find(tensors.first, tensors.signature)
+        found = self._step_tensors(own)
+        prepared = None if found is None else self._steps.find(found[0])
         for group, targets in own:
             if prepared is None:
                 refuse_sparse(targets, type(self).__name__)
                 refuse_meta(targets, type(self).__name__)
             self.check(group)
         watched = self._watch.before(own)
-        if prepared is not None and tensors is not None:
-            prepared.run(self._inputs(own, prepared, tensors))
+        if prepared is not None and found is not None:
+            _, inputs, states = found
+            scalars = [one for part in own for one in self._scalars(*part)]
+            own_states = [*states] if prepared.reads_states else ()
+            prepared.run(inputs._replace(scalars=scalars, states=own_states))
         else:
             self._prepare_and_step(own)
         _increase_versions([target.param for _, targets in own for target in targets])
@@ -204,29 +209,21 @@ class FusedStates(CompressedStates):
     def _steps(self) -> PreparedSteps:
         return PreparedSteps()
 
-    def _step_tensors(self, parts: Sequence[Part]) -> StepTensors | None:
-        """Return the tensors of this step; None if a cached step cannot be used."""
+    def _step_tensors(self, parts: Sequence[Part]) -> Any:
+        """Return `tensors_of` this step; None if a cached step cannot be used."""
         if is_simulated():
             return None
         return tensors_of(parts, [self.state_names(group) for group, _ in parts], self.state)
-
-    def _inputs(
-        self, parts: Sequence[Part], prepared: PreparedStep, tensors: StepTensors
-    ) -> Inputs:
-        """Return the gradients and scalars of a later step of the same tensors."""
-        scalars = [one for part in parts for one in self._scalars(*part)]
-        states = tensors.states() if prepared.reads_states else ()
-        return Inputs(tensors.grads, scalars, states, tensors.seeds, tensors.guards)
 
     def _prepare_and_step(self, parts: Sequence[Part]) -> None:
         """Build the kernel tables, run the step, and cache the tables."""
         self._check_states(parts)
         entries = [entry for part in parts for entry in self._entries(*part)]
-        tensors = self._step_tensors(parts)
+        found = self._step_tensors(parts)
         prepared = PreparedStep(entries)
         prepared.run()
-        if tensors is not None and prepared.lasting and len(entries) == len(tensors.grads):
-            self._steps.keep(tensors.first, tensors.signature, prepared)
+        if found is not None and prepared.lasting and len(entries) == len(found[1].grads):
+            self._steps.keep(found[0], prepared)
 
     def _check_states(self, parts: Sequence[Part]) -> None:
         """Raise `ValueError` for states of another size or device, before anything changes."""
@@ -278,7 +275,7 @@ class FusedStates(CompressedStates):
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]
     ) -> tuple[list[Compressor], tuple[Codec, ...] | None]:
-        """The compressors of a parameter's states and the kernels' codecs, decided once."""
+        """Return the compressors of a parameter's states and the kernels' codecs, cached."""
         kept = self._codecs.get(param)
         if kept is None:
             kept = self._codecs[param] = {}
@@ -288,10 +285,8 @@ class FusedStates(CompressedStates):
         return kept[names]
 
     @cached_property
-    def _codecs(
-        self,
-    ) -> PerParameter[dict[tuple[str, ...], tuple[list[Compressor], tuple[Codec, ...] | None]]]:
-        return PerParameter()
+    def _codecs(self) -> Any:
+        return WeakIdKeyDictionary()
 
     def _step_whole(
         self,

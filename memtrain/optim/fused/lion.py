@@ -9,7 +9,7 @@ from torch.optim import Optimizer
 
 from memtrain.kernels.step.update_rules import LionScalars, lion
 from memtrain.optim.fused.fused import FusedStates, variant
-from memtrain.optim.fused.options import check_betas, check_numbers
+from memtrain.optim.fused.options import check_numbers
 from memtrain.optim.fused.payloads import real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss
@@ -56,7 +56,7 @@ class Lion(Optimizer):
         maximize: bool = False,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
-        _check(defaults)
+        check_numbers(defaults)
         super().__init__(params, defaults)
 
     @torch.no_grad()
@@ -88,11 +88,6 @@ class Lion(Optimizer):
                 own.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
                 momentum.mul_(b2).add_(grad, alpha=1 - b2)
         return loss
-
-
-def _check(group: dict[str, Any]) -> None:
-    check_numbers(group, ("lr", "weight_decay"))
-    check_betas(group)
 
 
 class Lion4bit(FusedStates):
@@ -149,11 +144,6 @@ class Lion4bit(FusedStates):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, first=first, min_elements=min_elements)
-
-    def check(self, group: dict[str, Any]) -> None:
-        """As `FusedStates.check`."""
-        super().check(group)
-        _check(group)
 
     def scalars(self, group: dict[str, Any], turn: float) -> LionScalars:
         """As `FusedStates.scalars`."""

@@ -18,12 +18,7 @@ from memtrain.optim.states.shards import local, sharded_like
 
 
 def real_view(x: Tensor) -> Tensor:
-    """A complex tensor as its real and imaginary parts, which torch's optimizers step.
-
-    Example:
-        >>> real_view(torch.ones(3, dtype=torch.complex64)).shape, real_view(torch.ones(3)).shape
-        (torch.Size([3, 2]), torch.Size([3]))
-    """
+    """Return a complex tensor as its real and imaginary parts, as torch's optimizers step it."""
     return torch.view_as_real(x.resolve_conj()) if x.is_complex() else x
 
 
@@ -42,7 +37,7 @@ def zeros(compressor: Compressor, param: Tensor) -> Tensor | dict[str, Tensor]:
 def _parts(
     compressor: Compressor, shape: torch.Size, dtype: torch.dtype
 ) -> dict[str, tuple[torch.Size, torch.dtype]] | None:
-    """Shapes and dtypes of a payload; None where it is no dict of contiguous tensors."""
+    """Return shapes and dtypes of a payload; None if it is no dict of contiguous tensors."""
     found = layout.pack(compressor, torch.empty(shape, dtype=dtype, device="meta"))
     if not isinstance(found, dict) or not all(t.is_contiguous() for t in found.values()):
         return None
@@ -50,25 +45,25 @@ def _parts(
 
 
 def moment_dtype(param: Tensor) -> torch.dtype:
-    """The states' dtype: float32, float64 for float64 parameters, complex ones for complex."""
+    """Return the states' dtype: float32, float64 for float64, complex for complex parameters."""
     if param.is_complex():
         return torch.promote_types(param.dtype, torch.complex64)
     return torch.float64 if param.dtype == torch.float64 else torch.float32
 
 
 def counter_dtype() -> torch.dtype:
-    """The dtype of counters of steps: float32, and float64 where that is torch's default."""
+    """Return the dtype of step counters: float32, or float64 if that is torch's default."""
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
 def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
-    """The kernels' codec that equals a compressor, or None.
+    """Return the kernels' codec that equals a compressor, or None.
 
     Example:
         >>> codec_of(Block(map="DE", signed=True), signed=True)
         Codec(kind='block', bits=4, codebook='DE', signed=True, drawn=False)
     """
-    codec, plain = None, None  # any option that the kernels do not know keeps a compressor out
+    codec, plain = None, None  # a compressor with an option that the kernels lack differs
     if compressor.is_identity:
         codec, plain = EXACT, compressor
     elif isinstance(compressor, Factored):
@@ -92,5 +87,5 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
 
 
 def as_payload(value: Any) -> Any:
-    """A state as `Entry` takes it: a payload, or an exact tensor under a name; None stays."""
+    """Return a state as `Entry` takes it: a payload, an exact tensor under a name, or None."""
     return {"tensor": real_view(local(value))} if isinstance(value, Tensor) else value

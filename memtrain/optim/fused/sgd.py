@@ -9,7 +9,6 @@ from torch.optim.sgd import sgd as plain_sgd
 
 from memtrain.kernels.step.update_rules import Scalars, SGDScalars, sgd
 from memtrain.optim.fused.fused import FusedStates, variant
-from memtrain.optim.fused.options import check_numbers
 from memtrain.optim.states import layout
 from memtrain.optim.states.shards import local
 from memtrain.optim.states.targets import Target
@@ -95,7 +94,6 @@ class SGD4bit(FusedStates):
     def check(self, group: dict[str, Any]) -> None:
         """As `FusedStates.check`."""
         super().check(group)
-        check_numbers(group, ("lr", "momentum", "weight_decay"))
         if group["nesterov"] and (group["momentum"] <= 0 or group["dampening"] != 0):
             raise ValueError(
                 f"nesterov needs momentum above 0 and no dampening, got momentum="

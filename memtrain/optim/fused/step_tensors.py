@@ -1,13 +1,14 @@
 """Inputs of an optimizer step: gradients, states and the cache key."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from memtrain.kernels.step.codecs import Payload
+from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import signature
 from memtrain.kernels.step.split import NO_MASTER
 from memtrain.optim.fused.payloads import as_payload, real_view
@@ -17,41 +18,14 @@ from memtrain.optim.states.targets import Part
 _PAYLOAD, _DENSE = {dict}, {torch.strided}
 
 
-class StepTensors(NamedTuple):
-    """The tensors of a step, one value per parameter, in the order of the groups."""
-
-    first: int
-    """The identity of the first parameter: `PreparedSteps` keeps the step under it."""
-    signature: list[Any]
-    """Equal for steps with equal kernel tables."""
-    grads: Sequence[Tensor]
-    payloads: list[Payload]
-    """Of all states, parameter by parameter."""
-    counts: list[tuple[int, int]]
-    """Parameters per group, and states of each."""
-    seeds: Sequence[int]
-    guards: Sequence[Tensor | None]
-    """As in `Inputs`."""
-
-    def states(self) -> list[tuple[Payload, ...]]:
-        """Return the payloads of each parameter's states."""
-        each = iter(self.payloads)
-        return [tuple(islice(each, n)) for count, n in self.counts for _ in range(count)]
-
-
 def tensors_of(
     parts: Sequence[Part], names: Sequence[tuple[str, ...]], states: Mapping[Tensor, Any]
-) -> StepTensors | None:
-    """Collect the tensors of a step.
+) -> tuple[list[Any], Inputs, Iterator[tuple[Payload, ...]]] | None:
+    """Collect the tensors of a step, in the order of the groups.
 
-    Args:
-        parts: Parameters with their gradients of this process.
-        names: Names of the states per group, in the order of the optimizer's codecs.
-        states: The optimizer's states, by parameter.
-
-    Returns:
-        None if no parameter has a gradient, or if a state is missing: such a step is prepared
-        tensor by tensor.
+    `names` are those of the states per group, in the order of the optimizer's codecs. Returns the
+    cache key, inputs without scalars and states, and the payloads of each parameter; None if no
+    parameter has a gradient or a state is missing.
     """
     targets = [target for _, own in parts for target in own]
     if not targets:
@@ -87,6 +61,7 @@ def tensors_of(
         own_params = [real_view(local(p)) for p in params]
         grads = [*map(real_view, grads)]
     tensors = chain(chain.from_iterable(map(dict.values, payloads)), corrections)
-    key = signature(own_params, grads, tensors, more)
-    seeds = [m.seed for m in own_masters]
-    return StepTensors(id(params[0]), key, grads, payloads, counts, seeds, own_guards)
+    key = signature(id(params[0]), own_params, grads, tensors, more)
+    inputs = Inputs(grads, (), seeds=[m.seed for m in own_masters], guards=own_guards)
+    each = iter(payloads)
+    return key, inputs, (tuple(islice(each, n)) for count, n in counts for _ in range(count))

@@ -5,7 +5,7 @@ options of groups, and drops other keys. Therefore tensors are states of a param
 values are a tuple in an option of each group, which is saved whole.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,12 +23,19 @@ _MARK = (
 )
 
 
-def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with more in the option `OWN` of its groups.
+def numbered(
+    groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
+) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
+    """Yield number, parameter and options for each parameter with states in a checkpoint."""
+    for saved, own in zip(state_dict["param_groups"], groups, strict=False):
+        options = {**own, **saved}
+        for number, param in zip(saved["params"], own["params"], strict=False):
+            if number in state_dict["state"]:
+                yield number, param, options
 
-    Args:
-        state_dict: Of an optimizer; it is not changed.
-        own: Name -> plain value.
+
+def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a checkpoint with these names and plain values in the option `OWN` of its groups.
 
     Example:
         >>> saved({"param_groups": [{"lr": 0.1}]}, {"weights": {"steps": 3}})["param_groups"]
@@ -67,12 +74,9 @@ def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def marked(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Return a checkpoint that torch's optimizers refuse to load, with the remedy in the error.
 
-    Their `__setstate__` converts the first parameter's count of steps, if that is no tensor, by
-    `float`, whose error shows it. torch.distributed.checkpoint, whose flattened form allows no
+    The first count of steps becomes bytes: torch converts a count that is not a tensor by `float`,
+    and the error shows the bytes. torch.distributed.checkpoint, whose flattened form allows no
     bytes, gets the tensor. SGD and Lion have no count, and refuse at the step.
-
-    Args:
-        state_dict: With payloads or without; it is not changed.
     """
     if is_called_from("torch.distributed.checkpoint"):
         return state_dict

@@ -35,29 +35,26 @@ _ZERO_IN_HALF = 2.0**-25
 class CompressedOptimizer(CompressedStates):
     """Runs any torch optimizer with its per-parameter states compressed between steps.
 
-    For one parameter at a time the states are decompressed, the optimizer makes its own step for
-    that parameter, and the states are compressed: only one parameter's states are whole at once.
-    An optimizer that is not known to be separable (`is_separable`) steps all parameters at once.
-    A state is compressed if it is a float tensor of the parameter's shape with more than
-    `min_elements` elements and `choose` does not say `Identity`; with `Identity` everywhere the
-    run is bit-identical to the plain optimizer's. NaN and Inf in a state spread as the
-    compressor's docstring says.
+    For each parameter, the states are decompressed, the optimizer steps that parameter, and the
+    states are compressed. An optimizer that is not known to be separable steps all parameters at
+    once. A state is compressed if it is a float tensor of the parameter's shape with more than
+    `min_elements` elements and `choose` does not return `Identity`. With `Identity` for all states
+    the run is bit-identical to the plain optimizer's.
 
     Args:
         optimizer: A torch optimizer, at any step of a run. Its parameter groups are shared; its
             states move here.
         choose: `(parameter, state name) -> compressor`; by default the paper's (`layout.Choice`)
-            for an optimizer that `is_tested`, none for others.
-        min_elements: States of at most so many elements are kept.
+            for optimizers that memtrain knows, none for others.
+        min_elements: States with at most this many elements are kept.
 
     Raises:
-        TypeError: If the optimizer cannot work one parameter at a time (LBFGS), or is wrapped
-            already.
+        TypeError: For LBFGS, and for an optimizer with compressed states.
         ValueError: If it is differentiable: compressed states have no gradient.
 
     Memory:
-        The compressors' bytes, and one parameter's states for the time of its step; all
-        parameters' states for an optimizer that is not known to be separable.
+        The payloads; during a step one parameter's states, or all parameters' states if the
+        optimizer is not known to be separable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(100, 100))
@@ -94,15 +91,8 @@ class CompressedOptimizer(CompressedStates):
         optimizer.state.update(shared)  # of no parameter: the optimizer's own
         self.state.update(moved)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**super().__getstate__(), "min_elements": self.min_elements}
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group by the inner optimizer's own rules and defaults.
-
-        Raises:
-            ValueError: If it is differentiable; nothing was changed then.
-        """
+        """Add a group with the inner optimizer's checks and defaults."""
         if self.original is None:  # inside __init__
             super().add_param_group(param_group)
             return
@@ -114,7 +104,7 @@ class CompressedOptimizer(CompressedStates):
                 self.state[param] = self._packed(param, self.original.state.pop(param))
 
     def _refuse_fused_only(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
-        """Raise where a state that the optimizer will make has a compressor of fused steps."""
+        """Raise if a state that the optimizer will create has a compressor of fused steps."""
         params = group["params"]
         for param in [params] if isinstance(params, Tensor) else list(params):
             if not isinstance(param, Tensor) or param.numel() <= self.min_elements:
@@ -132,20 +122,13 @@ class CompressedOptimizer(CompressedStates):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One step of the inner optimizer, parameter by parameter.
-
-        Args:
-            closure: Recomputes the loss, once; optional.
-
-        Returns:
-            The closure's loss, or None.
+        """Step the inner optimizer, parameter by parameter; return the closure's loss.
 
         Raises:
-            RuntimeError: For sparse gradients, and while a CUDA graph is captured; nothing was
-                changed then.
+            RuntimeError: For sparse gradients, and while a CUDA graph is captured.
             ValueError: For a group that is differentiable, that torch's fused SGD would step
-                wrongly, or whose `eps` is 0 in float16, and for a parameter whose size changed;
-                nothing was changed then.
+                wrongly, or whose `eps` is 0 in float16, and for a parameter whose size changed. If
+                `step` raises one of these errors, nothing has changed.
         """
         refuse_capture()
         loss = self.step_groups(self.param_groups, closure)
@@ -155,7 +138,7 @@ class CompressedOptimizer(CompressedStates):
     def step_groups(
         self, groups: list[dict[str, Any]], closure: Callable[[], Any] | None = None
     ) -> Any:
-        """As `step`, of groups that have some of the parameters, or leaves in their place."""
+        """Step groups that have some of the parameters, or leaves in their place."""
         separable = is_separable(self)
         loss = closure_loss(closure) if separable else None
         parts = parts_of(groups)
@@ -187,20 +170,13 @@ class CompressedOptimizer(CompressedStates):
         for param in () if is_simulated() else group["params"]:
             values = self.state.get(param) if param.grad is not None else None
             for name, value in (values or {}).items():
-                if not self.is_payload(param, name, value):
-                    continue
-                try:
+                if self.is_payload(param, name, value):
                     layout.check_payloads([self.compressor(param, name)[0]], [value], param)
-                except ValueError as error:
-                    raise ValueError(
-                        f"state {name!r}: {error}. Make a new optimizer for a parameter of "
-                        "another size"
-                    ) from None
             if values:
                 self.check_saved(param, values, group)
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
-        """Raise `ValueError` for a state of another shape than torch's step makes."""
+        """Raise `ValueError` for a state of another shape than that of torch's step."""
         known = self.__dict__.setdefault("_first_shapes", {})
         key = param.shape, param.dtype
         if key not in known:
@@ -265,10 +241,10 @@ class CompressedOptimizer(CompressedStates):
         return with_states
 
     def _known(self, param: Tensor, group: dict[str, Any]) -> dict[str, Any]:
-        """As `unpacked`, in the dtypes of the inner optimizer's own states of this parameter.
+        """Return `unpacked` in the dtypes of the inner optimizer's own states of this parameter.
 
-        A checkpoint of another model's dtype has others, so has a float32 master's optimizer, and
-        a step from gradients of another dtype (`grad_dtype`) makes states of theirs.
+        Other dtypes come from checkpoints of other models, from float32 masters, and from gradients
+        of another dtype (`grad_dtype`).
         """
         states, others = self.unpacked(param), gradient_dtype(param) != param.dtype
         for name, value in states.items():
@@ -277,7 +253,7 @@ class CompressedOptimizer(CompressedStates):
         return states
 
     def _first_dtype(self, param: Tensor, group: dict[str, Any], name: str) -> torch.dtype | None:
-        """The dtype of a state that the inner optimizer makes for a parameter's dtype, if any."""
+        """Return the dtype of a state that the inner optimizer creates, or None."""
         known = self.__dict__.setdefault("_first_dtypes", {})
         key = param.dtype, gradient_dtype(param), name
         if key not in known:
@@ -285,14 +261,14 @@ class CompressedOptimizer(CompressedStates):
             tiny: Any = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
             if key[0] != key[1]:
                 tiny.requires_grad_().grad_dtype = key[1]
-            # Whatever a foreign optimizer's step raises: its states then stay as they are.
+            # Any error of an unknown optimizer's step: its states then stay as they are.
             with suppress(Exception):
                 made = first_states(_inner(self), tiny, group, "cpu")[name]
                 known[key] = made.dtype
         return known[key]
 
     def reason(self, param: Tensor, value: Any) -> str:
-        """Why a state is kept as it is, or ""."""
+        """Return the reason to keep a state as it is, or ""."""
         return layout.eligible(param, value, self.min_elements)
 
     def _packed(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
@@ -310,7 +286,7 @@ class CompressedOptimizer(CompressedStates):
 
     def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
         super()._restore_dtypes(loaded)
-        # What the inner class does to older checkpoints: options that they lack, numeric steps.
+        # As the inner class converts older checkpoints: missing options, numeric steps.
         inner = _inner(self)
         inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
         inner.state = defaultdict(dict)
@@ -320,7 +296,7 @@ class CompressedOptimizer(CompressedStates):
 
 
 def _refuse_broken(inner: Optimizer, group: dict[str, Any]) -> None:
-    """Raise for steps of torch's fused SGD that read memory that nothing wrote (torch 2.13)."""
+    """Raise for steps of torch's fused SGD that read uninitialized memory (torch 2.13)."""
     if not (isinstance(inner, SGD) and group["fused"] and group["momentum"]):
         return
     for param in group["params"]:
@@ -333,9 +309,9 @@ def _refuse_broken(inner: Optimizer, group: dict[str, Any]) -> None:
 
 
 def _refuse_no_eps(inner: Optimizer, group: dict[str, Any]) -> None:
-    """Raise where torch's own step divides by a root and an `eps` that is 0 in float16.
+    """Raise if torch's own step divides by a root plus an `eps` that is 0 in float16.
 
-    A second moment is 0 there from gradients of 1e-4: steps of Inf and NaN would follow, silently.
+    The second moment of gradients of 1e-4 is 0 there: updates would be Inf or NaN, silently.
     """
     eps, halves = group.get("eps"), type(inner).__module__.startswith("torch.optim.")
     if not halves or group.get("fused") or not isinstance(eps, float):

@@ -7,14 +7,14 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
+from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.compressors import state_parts
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
-from memtrain.optim.states.checkpoint_options import OWN
+from memtrain.optim.states.checkpoint_options import OWN, numbered
 from memtrain.optim.states.first_step import first_names
-from memtrain.optim.states.per_parameter import PerParameter
-from memtrain.optim.states.plain_checkpoints import refuse_subclasses
+from memtrain.optim.states.plain_checkpoints import refuse_subclasses, share_groups
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stalled_weights import StalledWeights
 
@@ -43,22 +43,24 @@ class CompressedStates(Optimizer):
     # What others had put in place of the original's methods, as a scheduler does.
     _methods: Mapping[str, Any] = dict.fromkeys(_TAKEN_OVER)
     choose: layout.Choose
+    min_elements: int = -1
+    """Parameters with at most this many elements keep their states."""
     copied_hooks: Any = None
-    """Has an `attach(optimizer)`, which copies are given to: torch copies no hooks."""
+    """Its `attach(optimizer)` is called with copies: torch copies no hooks."""
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
-        """Compressor of state `name` of `param`, and the reason if it is not the chosen one."""
+        """Return the compressor of a state, and the reason if it is not the chosen one."""
         param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
         decided = self._decided.get(param)
         if decided is None:
             decided = self._decided[param] = {}
         if name not in decided:
-            decided[name] = layout.decide(param, self.choose, name)
+            decided[name] = layout.decide(param, self.choose, name, self.min_elements)
         return decided[name]
 
     @cached_property
-    def _decided(self) -> PerParameter[dict[str, tuple[Compressor, str]]]:
-        return PerParameter()
+    def _decided(self) -> Any:
+        return WeakIdKeyDictionary()
 
     def is_payload(self, param: Tensor, name: str, value: Any) -> bool:
         """Whether a state's value is what its compressor made."""
@@ -67,7 +69,7 @@ class CompressedStates(Optimizer):
         )
 
     def unpacked(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
-        """The states of one parameter as a plain optimizer knows them, in `dtype` or its own."""
+        """Return the states of a parameter as a plain optimizer has them, in `dtype` if given."""
         return {
             name: layout.unpack(self.compressor(param, name)[0], value, param, dtype)
             if self.is_payload(param, name, value)
@@ -105,7 +107,7 @@ class CompressedStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
-        own = {"choose": self.choose, "_stall": self._watch}
+        own = {"choose": self.choose, "min_elements": self.min_elements, "_stall": self._watch}
         for name in ("original", "copied_hooks"):
             if name in vars(self):
                 own[name] = getattr(self, name)
@@ -125,14 +127,13 @@ class CompressedStates(Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """The compressed states, bit for bit, and under `"memtrain"` their format's number.
+        """Return the compressed states bit for bit, and the format's number under `"memtrain"`.
 
         Returns:
-            Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
-            `portable_state_dict` gives one that the plain optimizer loads; torch's optimizers with
-            a count of steps refuse this one, whose first count is text. Of sharded parameters
-            payloads are laid out by rows, as DTensors (`rows.to_rows`): what
-            `torch.distributed.checkpoint` saves, any number of processes loads.
+            Plain dicts of plain tensors and numbers, which `torch.load(weights_only=True)` reads.
+            torch's optimizers with a step counter refuse it; they load `portable_state_dict`.
+            Payloads of sharded parameters are DTensors laid out by rows: any number of processes
+            loads what `torch.distributed.checkpoint` saves.
         """
         return optimizer_hooks.saved(self, self, self._whole_state_dict)
 
@@ -144,14 +145,10 @@ class CompressedStates(Optimizer):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a checkpoint: compressed (bit-exact) or a plain torch optimizer's (compressed now).
-
-        Args:
-            state_dict: What `state_dict()` of this class, or of the plain optimizer, returned.
+        """Load compressed states bit for bit, or a plain torch optimizer's, which are compressed.
 
         Raises:
-            ValueError: If groups, a state's shape or the format do not fit, states are missing, or
-                a group's option is refused; nothing was changed then.
+            ValueError: If groups, options, the format or states do not fit. Nothing has changed.
         """
         groups, seen = self.param_groups, {}
 
@@ -163,13 +160,14 @@ class CompressedStates(Optimizer):
                 return loaded  # which torch refuses
             for group in loaded["param_groups"]:
                 self.check({**self.defaults, **group})
-            loaded = self._as_live(loaded)
-            self._check_payloads(loaded)
-            seen.update(loaded)
-            return self._without_payloads(loaded)
+            live, plain = self._checked(loaded)
+            seen.update(live)
+            return plain
 
         def finish(_: Optimizer) -> None:
-            self._share_groups(groups)
+            share_groups(self, groups)
+            if self.original is not None:
+                self.original.param_groups = groups
             self._restore_dtypes(seen)
 
         before = self.register_load_state_dict_pre_hook(remember)
@@ -190,25 +188,13 @@ class CompressedStates(Optimizer):
             raise ValueError(f"capturable=True: {NO_CAPTURE}; allowed: capturable=False")
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
-        """Raise `ValueError` for a checkpoint's states of one parameter that cannot be loaded."""
-
-    def _numbered(self, loaded: dict[str, Any]) -> list[tuple[int, Tensor, dict[str, Any]]]:
-        """Number, parameter and options of what a checkpoint has states of."""
-        found = []
-        for saved, own in zip(loaded["param_groups"], self.param_groups, strict=True):
-            options = {**own, **saved}
-            for index, param in zip(saved["params"], own["params"], strict=False):
-                if index in loaded["state"]:
-                    found.append((index, param, options))
-        return found
+        """Raise `ValueError` if states of one parameter cannot be loaded."""
 
     def _states_by_rows(self, saved: dict[str, Any]) -> dict[int, dict[str, Any]]:
-        """The states of sharded parameters as checkpoints hold them, by the parameter's number."""
-        numbers = [i for group in saved["param_groups"] for i in group["params"]]
-        params = [param for param, _, _ in on_each(self.param_groups)]
+        """Return the states of sharded parameters by rows, by the parameter's number."""
         found = {}
-        for number, param in zip(numbers, params, strict=True):
-            if is_sharded(param) and number in saved["state"]:
+        for number, param, _ in numbered(self.param_groups, saved):
+            if is_sharded(param):
                 values = saved["state"][number].items()
                 found[number] = {k: self._by_rows(param, k, value) for k, value in values}
         return found
@@ -221,73 +207,59 @@ class CompressedStates(Optimizer):
             return rows.to_rows(compressor, value, param)
         return layout.unpack(compressor, value, param, torch.float32)
 
-    def _as_live(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint with payloads as they live, in place of rows."""
-        states = dict(loaded["state"])
-        for number, param, _ in self._numbered(loaded):
-            values = states[number]
-            refuse_subclasses(values)
-            states[number] = dict(values)
-            for name, value in values.items():
-                if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
-                    continue
-                compressor, _ = self.compressor(param, name)
-                live = rows.from_rows(compressor, value, param)
-                if isinstance(live, Tensor):  # its blocks run on over rows
-                    live = layout.pack(compressor, live)
-                states[number][name] = live
-        return {**loaded, "state": states}
+    def _checked(self, loaded: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Check a checkpoint before anything changes.
 
-    def _without_payloads(self, loaded: dict[str, Any]) -> dict[str, Any]:
-        """A checkpoint in which torch finds no codes to cast: `_restore_dtypes` puts them in."""
-        states = dict(loaded["state"])
-        for number, param, _ in self._numbered(loaded):
-            states[number] = {
-                name: None if self.is_payload(param, name, value) else value
-                for name, value in states[number].items()
+        Returns the checkpoint with payloads as they are in memory, and the checkpoint without
+        payloads: torch would cast codes. `_restore_dtypes` adds the payloads.
+        """
+        live, plain = dict(loaded["state"]), dict(loaded["state"])
+        for number, param, group in numbered(self.param_groups, loaded):
+            refuse_subclasses(live[number])
+            values = live[number] = {
+                name: self._from_rows(param, name, value) for name, value in live[number].items()
             }
-        return {**loaded, "state": states}
-
-    def _check_payloads(self, loaded: dict[str, Any]) -> None:
-        known = state_parts()
-        for number, param, group in self._numbered(loaded):
-            values = loaded["state"][number]
             self.check_saved(param, values, group)
             for name, value in values.items():
-                # Payloads of another compressor too: these are reported below.
-                if not (self.is_payload(param, name, value) or layout.is_packed(value, known)):
-                    continue
-                compressor, _ = self.compressor(param, name)
-                like = torch.empty(local(param).shape, dtype=param.dtype, device="meta")
-                want = layout.pack(compressor, like)
-                sizes = {k: (tuple(t.shape), t.dtype) for k, t in value.items()}
-                wanted = (
-                    {k: (tuple(t.shape), t.dtype) for k, t in want.items()}
-                    if isinstance(want, dict)
-                    else "a plain tensor"
-                )
-                if sizes != wanted:
-                    raise ValueError(
-                        f"state {name!r} of a parameter of shape {tuple(param.shape)} holds "
-                        f"{sizes}, but {compressor} needs {wanted}: load it under the config that "
-                        "saved it; memtrain.optim.portable_state_dict then gives one for any"
-                    )
+                self._check_payload(param, name, value)
+            plain[number] = {
+                name: None if self.is_payload(param, name, value) else value
+                for name, value in values.items()
+            }
+        return {**loaded, "state": live}, {**loaded, "state": plain}
 
-    def _share_groups(self, groups: list[dict[str, Any]]) -> None:
-        # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
-        for old, new in zip(groups, self.param_groups, strict=True):
-            # A peer's checkpoint may lack options.
-            lacking = {name: self.defaults[name] for name in old.keys() & self.defaults.keys()}
-            own = {name: old[name] for name in self.own_options if name in old}
-            old.clear()
-            old.update({**lacking, **new, **own})
-        self.param_groups = groups
-        if self.original is not None:
-            self.original.param_groups = groups
+    def _from_rows(self, param: Tensor, name: str, value: Any) -> Any:
+        """Return a state as it is in memory; other values than payloads by rows are unchanged."""
+        if not rows.is_rows(value) or not (is_sharded(param) or rows.only_rows(value)):
+            return value
+        compressor, _ = self.compressor(param, name)
+        live = rows.from_rows(compressor, value, param)
+        # Blocks of a parameter that is not split cross rows.
+        return layout.pack(compressor, live) if isinstance(live, Tensor) else live
+
+    def _check_payload(self, param: Tensor, name: str, value: Any) -> None:
+        """Raise `ValueError` for a payload of another size or of another compressor."""
+        if not (self.is_payload(param, name, value) or layout.is_packed(value, state_parts())):
+            return
+        compressor, _ = self.compressor(param, name)
+        like = torch.empty(local(param).shape, dtype=param.dtype, device="meta")
+        want = layout.pack(compressor, like)
+        sizes = {k: (tuple(t.shape), t.dtype) for k, t in value.items()}
+        wanted = (
+            {k: (tuple(t.shape), t.dtype) for k, t in want.items()}
+            if isinstance(want, dict)
+            else "a plain tensor"
+        )
+        if sizes != wanted:
+            raise ValueError(
+                f"state {name!r} of a parameter of shape {tuple(param.shape)} holds "
+                f"{sizes}, but {compressor} needs {wanted}: load it under the config that "
+                "saved it; memtrain.optim.portable_state_dict then gives one for any"
+            )
 
     def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
         # Optimizer.load_state_dict casts every tensor, uint8 codes too, to the parameter's dtype.
-        for number, param, _ in self._numbered(loaded):
+        for number, param, _ in numbered(self.param_groups, loaded):
             for name, value in loaded["state"][number].items():
                 if self.is_payload(param, name, value):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
@@ -317,12 +289,12 @@ _refuse_step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMember
 
 
 def is_taken_over(optimizer: Optimizer) -> bool:
-    """Whether another optimizer has this one's states, and steps in its place."""
+    """Whether another optimizer has this optimizer's states."""
     return vars(optimizer).get("step") is _refuse_step
 
 
 def on_each(param_groups: list[dict[str, Any]]) -> list[tuple[Tensor, dict[str, Any], str]]:
-    """Every parameter with its group and a name: its own, or `group.index`."""
+    """Return every parameter with its group and its name or `group.index`."""
     found = []
     for g, group in enumerate(param_groups):
         names = group.get("param_names")
@@ -338,7 +310,7 @@ def refuse_capture() -> None:
 
 
 def closure_loss(closure: Callable[[], Any] | None) -> Any:
-    """The loss of a step's closure, with gradients on."""
+    """Return the loss of a step's closure, with gradients on."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -14,15 +14,7 @@ from memtrain.optim.states.known_optimizers import SEPARABLE
 
 
 def raw_step(optimizer: Optimizer, *args: Callable[[], Any]) -> Any:
-    """The class's step without the hooks and the profiler: those belong to the outer step.
-
-    Args:
-        optimizer: Whose.
-        args: A closure, or nothing.
-
-    Returns:
-        The closure's loss, or None.
-    """
+    """Run the class's step without hooks and profiler, which belong to the outer step."""
     step: Any = type(optimizer).step
     if getattr(step, "hooked", False):
         step = step.__wrapped__
@@ -30,31 +22,20 @@ def raw_step(optimizer: Optimizer, *args: Callable[[], Any]) -> Any:
 
 
 def inner_optimizer(optimizer: Any) -> Optimizer:
-    """The optimizer that steps, of what accelerate's `prepare` puts around it.
+    """Return the optimizer inside accelerate's wrapper; another optimizer itself.
 
-    Its attributes are the inner one's: who copies it and changes those changes the inner one.
-
-    Args:
-        optimizer: Any.
-
-    Returns:
-        The inner optimizer, or the one that was given.
-
-    Example:
-        >>> sgd = torch.optim.SGD([torch.ones(2)])
-        >>> inner_optimizer(sgd) is sgd
-        True
+    The wrapper has the attributes of the inner optimizer.
     """
     inner = getattr(optimizer, "optimizer", None)
-    is_held = isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
-    return inner if is_held else optimizer  # pyright: ignore[reportReturnType]
+    is_inside = isinstance(inner, Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks")
+    return inner if is_inside else optimizer  # pyright: ignore[reportReturnType]
 
 
 def without_states(optimizer: Optimizer) -> Optimizer:
-    """An optimizer of the same kind and groups, without states or hooks.
+    """Return an optimizer of the same kind and groups, without states or hooks.
 
-    Its containers and tensors are copies, parameters excepted: bitsandbytes' first step moves
-    tables of the optimizer to the device of a parameter, which may be `meta`.
+    Its containers and tensors are copies, except parameters: bitsandbytes' first step moves tables
+    of the optimizer to the device of a parameter, which may be `meta`.
     """
     alone = object.__new__(type(optimizer))
     params = {id(p) for group in optimizer.param_groups for p in group["params"]}
@@ -80,31 +61,18 @@ def _copied(value: Any, kept: set[int]) -> Any:
 
 
 def gradient_dtype(param: Tensor) -> torch.dtype:
-    """The dtype of a parameter's gradients, which `grad_dtype` may make another one.
-
-    Example:
-        >>> gradient_dtype(torch.nn.Parameter(torch.ones(2)))
-        torch.float32
-    """
+    """Return the dtype of a parameter's gradients: `grad_dtype`, or the parameter's."""
     return getattr(param, "grad_dtype", None) or param.dtype
 
 
 def first_states(
     optimizer: Optimizer, param: Tensor, group: dict[str, Any], device: str = "meta"
 ) -> dict[str, Any]:
-    """The states that a plain optimizer's first step makes for a parameter.
+    """Return the states that a plain optimizer's first step creates for a parameter.
 
-    Args:
-        optimizer: A plain torch optimizer; it is not changed.
-        param: One of its parameters; only its shape, dtype and `grad_dtype` are read.
-        group: The parameter's group.
-        device: Where the step is made.
-
-    Returns:
-        State name -> value, tensors on that device; of a sharded parameter those of the whole.
-
-    Raises:
-        Exception: Whatever the optimizer's step raises, on tensors without data if on `meta`.
+    Only the parameter's shape, dtype and `grad_dtype` are read; the optimizer is not changed. The
+    step runs on `device`, and its errors pass through. The states of a sharded parameter are those
+    of the whole.
 
     Example:
         >>> adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
@@ -132,21 +100,7 @@ def first_states(
 
 
 def first_names(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> set[str] | None:
-    """Names of the states that a plain optimizer's first step makes for a parameter.
-
-    Args:
-        optimizer: A plain torch optimizer; it is not changed.
-        param: Only its dtype and number of dimensions are read.
-        group: The options of the step.
-
-    Returns:
-        The names, or None where the step of an optimizer that is not torch's raises.
-
-    Example:
-        >>> adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
-        >>> sorted(first_names(adamw, torch.ones(2), adamw.param_groups[0]))
-        ['exp_avg', 'exp_avg_sq', 'step']
-    """
+    """Return the names of `first_states`, or None if the optimizer's step raises."""
     tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
     with suppress(Exception):
         return set(first_states(optimizer, tiny, group, "cpu"))
@@ -156,18 +110,10 @@ def first_names(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> s
 def state_shapes(
     optimizer: Optimizer, param: Tensor, group: dict[str, Any]
 ) -> dict[str, tuple[int, ...]]:
-    """The shapes of the tensors that a torch optimizer keeps for a parameter.
+    """Return name -> shape of the states of a torch optimizer, without single numbers.
 
-    torch's states have the parameter's dimensions, of which some may be reduced to 1, as in
-    Adafactor's rows and columns: a step of two elements per dimension shows which.
-
-    Args:
-        optimizer: A plain optimizer; it is not changed.
-        param: Only its shape and dtype are read.
-        group: The options of the step.
-
-    Returns:
-        State name -> shape, without single numbers; empty for an optimizer that is not torch's.
+    torch's states have the parameter's dimensions, some reduced to 1, as Adafactor's rows and
+    columns: a step with two elements per dimension shows which. Empty for other optimizers.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(30, 20))

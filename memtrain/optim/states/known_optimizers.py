@@ -31,12 +31,8 @@ UNTESTED = Keep("memtrain does not know this optimizer; optim.exceptions that ma
 def is_separable(optimizer: Optimizer) -> bool:
     """Whether an optimizer may step its parameters one at a time, with the same result.
 
-    torch's own classes may, and those that say so by a class attribute `separable = True`, as
-    memtrain's do. Any other may couple parameters, as Prodigy does, whose step size comes from the
-    gradients of all; a subclass of torch's may, too.
-
-    Args:
-        optimizer: Any; of one around another, the one inside counts.
+    torch's classes may, and classes with the attribute `separable = True`, as memtrain's. Others,
+    subclasses of torch's too, may couple parameters: Prodigy's step size comes from all gradients.
 
     Example:
         >>> import torch
@@ -52,11 +48,8 @@ def is_separable(optimizer: Optimizer) -> bool:
 def is_tested(optimizer: Optimizer) -> bool:
     """Whether a preset's rules compress the states of an optimizer.
 
-    In another class, a subclass of torch's too, states of the same names may be read in another
-    way: an error of 4 bits then spoils all later steps, as in SOAP and D-Adaptation.
-
-    Args:
-        optimizer: Any; of one around another, the one inside counts.
+    Other classes, subclasses of torch's too, may use states of the same names in another way: an
+    error of 4 bits then affects all later steps, as in SOAP and D-Adaptation.
 
     Example:
         >>> import torch
@@ -68,16 +61,16 @@ def is_tested(optimizer: Optimizer) -> bool:
     kind = type(chain(optimizer)[-1])
     if kind in SEPARABLE:
         return True
-    # The name only finds the class: another one that bears it is not that class.
+    # The name only finds the class: another class may have the same name.
     known = f"{kind.__module__}.{kind.__qualname__}" in OF_OTHERS
     return known and getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
 def default_choice(optimizer: Optimizer, min_elements: int) -> layout.Choose:
-    """Return the `choose` of an optimizer that is given none: the paper's, or `keep`."""
+    """Return the default `choose` of an optimizer: the paper's, or `keep`."""
     return layout.Choice(min_elements=min_elements) if is_tested(optimizer) else keep
 
 
 def keep(param: Tensor, state_name: str) -> Keep:
-    """A `choose` for the states of an optimizer that is not tested."""
+    """Keep all states: the `choose` of an optimizer that is not tested."""
     return UNTESTED

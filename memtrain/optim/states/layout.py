@@ -16,7 +16,7 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.optim.states import shards
-from memtrain.optim.states.per_parameter import positions_of
+from memtrain.optim.states.per_parameter import number_of
 
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
@@ -75,7 +75,7 @@ class Choice:
         return Block(block_size=256, map="DE-0", bits=8, signed=False)
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor:
-        """The compressor of one state of one parameter."""
+        """Return the compressor of one state of one parameter."""
         if param.numel() <= self.min_elements:
             return Identity()
         if is_unsigned(state_name):
@@ -93,11 +93,10 @@ def is_unsigned(state_name: str) -> bool:
     return state_name in UNSIGNED
 
 
-def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, str]:
-    """Compressor of a state, and the reason where it is not the chosen one.
-
-    Raises:
-        ValueError: For a compressor that cannot serve this state.
+def decide(
+    param: Tensor, choose: Choose, state_name: str, min_elements: int = -1
+) -> tuple[Compressor, str]:
+    """Return the compressor of a state, and the reason if it is not the chosen one.
 
     Example:
         >>> from memtrain.compressors import Factored
@@ -107,6 +106,8 @@ def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, 
     """
     if param.is_complex():
         return Identity(), COMPLEX
+    if why := too_small(param, min_elements):
+        return Identity(), why
     chosen = choose(getattr(param, "_stands_for", param), state_name)
     if isinstance(chosen, Keep):
         return Identity(), chosen.reason
@@ -121,11 +122,7 @@ def decide(param: Tensor, choose: Choose, state_name: str) -> tuple[Compressor, 
 
 
 def check_state(compressor: Compressor, state_name: str) -> None:
-    """Raise for a compressor that cannot serve a state.
-
-    Raises:
-        ValueError: It names the compressor, the state and what is allowed.
-    """
+    """Raise `ValueError` for a compressor that cannot serve a state."""
     check_role(compressor, STATE, state_name)
     if compressor.fused_only and state_name != "exp_avg":
         raise ValueError(
@@ -146,12 +143,7 @@ def check_state(compressor: Compressor, state_name: str) -> None:
 
 
 def refuse_fused_only(compressors: Iterable[Compressor], owner: str) -> None:
-    """Raise `ValueError` for compressors whose loss would not go to the weight.
-
-    Args:
-        compressors: Of the states of a parameter that no fused kernel steps.
-        owner: The optimizer's class.
-    """
+    """Raise `ValueError` for compressors of a parameter that need a fused kernel."""
     for compressor in compressors:
         if compressor.fused_only:
             raise ValueError(
@@ -162,7 +154,7 @@ def refuse_fused_only(compressors: Iterable[Compressor], owner: str) -> None:
 
 
 def eligible(param: Tensor, value: Any, min_elements: int = -1) -> str:
-    """Why a state must stay as it is, or "" if it may be compressed."""
+    """Return the reason to keep a state as it is, or "" if it may be compressed."""
     if not isinstance(value, Tensor):
         return "kept: not a tensor"
     if not value.is_floating_point():
@@ -177,7 +169,7 @@ def eligible(param: Tensor, value: Any, min_elements: int = -1) -> str:
 
 
 def too_small(x: Tensor, min_elements: int) -> str:
-    """Why a tensor of so few elements stays as it is, or ""."""
+    """Return the reason to keep a small tensor as it is, or ""."""
     n = x.numel()
     return f"kept: {n} elements <= min_elements {min_elements}" if n <= min_elements else ""
 
@@ -186,9 +178,9 @@ _DEFAULT_KEY = Key()
 
 
 def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor | dict[str, Tensor]:
-    """A state as it is stored: a plain tensor (identity) or a dict of plain tensors.
+    """Compress a state: a plain tensor (identity) or a dict of plain tensors.
 
-    Of a sharded tensor the dict holds this process's part; each process must call.
+    Collective for a sharded tensor, whose dict is of this process's part.
     """
     if compressor.is_identity:
         return x
@@ -205,7 +197,7 @@ def is_stochastic(compressor: Compressor) -> bool:
 
 
 def count_rounding(state: dict[str, Any], compressors: Iterable[Compressor]) -> None:
-    """Count a step in `state` where stochastic rounding needs one and the optimizer has none."""
+    """Count a step in `state` if stochastic rounding needs a count and the optimizer has none."""
     if "step" not in state and any(map(is_stochastic, compressors)):
         state[STEP] = state.get(STEP, 0) + 1
 
@@ -217,25 +209,15 @@ def state_key(
     name: str,
     state: dict[str, Any],
 ) -> Key:
-    """Key of the stochastic rounding of one state at its present step.
+    """Return the key of the stochastic rounding of one state at its present step.
 
-    It is made of the seed, the parameter's number, the state's name and the step, so it repeats
-    in a run with the same seed or resumed from a checkpoint, and differs at each step.
-
-    Args:
-        optimizer: The one whose groups number the parameters, and whose `choose` has the seed.
-        compressor: The state's; unless its rounding is stochastic, the key says nothing.
-        param: The parameter.
-        name: The state's name.
-        state: The parameter's state: `step`, or `STEP` where the optimizer counts none itself.
-
-    Returns:
-        A key.
+    The key consists of the seed of the optimizer's `choose`, the parameter's number, the state's
+    name and the step: it repeats in a resumed run, and differs at each step.
     """
     if not is_stochastic(compressor):
         return _DEFAULT_KEY
     seed = getattr(getattr(optimizer, "choose", None), "seed", 0)
-    number = positions_of(optimizer).number(param, optimizer.param_groups)
+    number = number_of(optimizer, param, optimizer.param_groups)
     step = int(state.get("step", state.get(STEP, 0)))
     rank, call = shards.part_number(param), zlib.crc32(name.encode())
     return Key(seed, site=number, step=step, call=call, rank=rank)
@@ -247,7 +229,7 @@ def unpack(
     like: Tensor,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    """The inverse of `pack`; `like` gives shape, dtype (unless given) and how it is sharded."""
+    """Invert `pack`; `like` has the shape, the dtype (unless given) and the sharding."""
     if isinstance(stored, Tensor):
         return stored
     shape, shard, dtype = shards.local(like).shape, shards.shard_of(like), dtype or like.dtype
@@ -260,10 +242,15 @@ def unpack(
 
 
 def check_payloads(compressors: Iterable[Compressor], stored: Iterable[Any], like: Tensor) -> None:
-    """Raise `ValueError` for a stored payload of another size than that of a state of `like`."""
+    """Raise `ValueError` for a payload of another size than that of a state of `like`."""
     for compressor, value in zip(compressors, stored, strict=True):
-        if isinstance(value, dict):
+        if not isinstance(value, dict):
+            continue
+        try:
             compressor.check_payload(Packed(value, shards.local(like).shape, torch.float32))
+        except ValueError as error:
+            hint = "Make a new optimizer for a parameter that has changed its size"
+            raise ValueError(f"a state: {error}. {hint}") from None
 
 
 def is_packed(value: Any, parts: Collection[str]) -> bool:
@@ -273,5 +260,5 @@ def is_packed(value: Any, parts: Collection[str]) -> bool:
 
 @cache
 def payload_bytes(compressor: Compressor, shape: torch.Size, dtype: torch.dtype) -> int:
-    """Bytes that a compressor takes for a shape, found by compressing a tensor without data."""
+    """Return the bytes of a payload, by compressing a tensor without data."""
     return compressor.compress(torch.empty(shape, dtype=dtype, device="meta"), key=Key()).nbytes

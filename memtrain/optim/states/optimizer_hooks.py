@@ -28,14 +28,19 @@ def chain(optimizer: Any) -> list[Any]:
     return found
 
 
+def find(optimizer: Any, *kinds: type) -> Any:
+    """Return the first optimizer of these classes in `chain`, or None."""
+    return next((one for one in chain(optimizer) if isinstance(one, kinds)), None)
+
+
 def share(optimizer: Optimizer, inner: Optimizer) -> None:
-    """Let `optimizer` run the hooks that `inner` has, and those that either gets later."""
+    """Share the present and later hooks of `inner` with `optimizer`."""
     for name in (*STEP, *SAVE, *LOAD):
         setattr(optimizer, name, getattr(inner, name))
 
 
 @contextmanager
-def held(optimizer: Optimizer, names: tuple[str, str]) -> Iterator[None]:
+def disabled(optimizer: Optimizer, names: tuple[str, str]) -> Iterator[None]:
     """Remove these hooks from an optimizer inside the block."""
     kept = {name: getattr(optimizer, name) for name in names}
     vars(optimizer).update({name: OrderedDict() for name in names})
@@ -46,20 +51,11 @@ def held(optimizer: Optimizer, names: tuple[str, str]) -> Iterator[None]:
 
 
 def saved(outer: Optimizer, inner: Optimizer, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `make` with the outer optimizer's hooks run before and after, and no others.
-
-    Args:
-        outer: Whose `state_dict` was called.
-        inner: Whose `state_dict` `make` calls; may be the same.
-        make: Returns the whole dict.
-
-    Returns:
-        The dict, or the dict that a hook returned.
-    """
+    """Call `make`, which calls `inner.state_dict()`, with the hooks of `outer` only."""
     before, after = (getattr(outer, name).values() for name in SAVE)
     for hook in before:
         hook(outer)
-    with held(inner, SAVE):
+    with disabled(inner, SAVE):
         state_dict = make()
     for hook in after:
         replaced = hook(outer, state_dict)
@@ -73,20 +69,13 @@ def loaded(
     state_dict: dict[str, Any],
     apply: Callable[[dict[str, Any]], None],
 ) -> None:
-    """Call `apply` with the `state_dict` from the hooks before loading, then the hooks after it.
-
-    Args:
-        outer: Whose `load_state_dict` was called.
-        inner: Whose `load_state_dict` `apply` calls.
-        state_dict: It is not changed.
-        apply: Loads the whole dict.
-    """
+    """Call `apply`, which calls `inner.load_state_dict`, with the hooks of `outer` only."""
     before, after = (getattr(outer, name).values() for name in LOAD)
     state_dict = dict(state_dict)
     for hook in before:
         replaced = hook(outer, state_dict)
         state_dict = state_dict if replaced is None else replaced
-    with held(inner, LOAD):
+    with disabled(inner, LOAD):
         apply(state_dict)
     for hook in after:
         hook(outer)

@@ -1,4 +1,4 @@
-"""Checks of checkpoints whose states are plain tensors."""
+"""Checkpoints whose states are plain tensors, and what torch's `load_state_dict` changes."""
 
 from typing import Any
 
@@ -6,6 +6,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.compressors import state_parts
+from memtrain.optim.states.checkpoint_options import numbered
 from memtrain.optim.states.layout import is_packed
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
@@ -31,15 +32,39 @@ def refuse_payloads(optimizer: Optimizer) -> Any:
 
 def _check_plain(optimizer: Any, loaded: dict[str, Any]) -> None:
     optimizer, known = innermost(optimizer), state_parts()
-    for group, saved in zip(optimizer.param_groups, loaded["param_groups"], strict=False):
-        for number, param in zip(saved["params"], group["params"], strict=False):
-            values = loaded["state"].get(number, {})
-            refuse_subclasses(values)
-            for name, value in values.items():
-                if is_packed(value, known):
-                    raise ValueError(
-                        f"state {name!r} of a parameter of shape {tuple(param.shape)} holds the "
-                        f"payload {sorted(value)}, but the states of this "
-                        f"{type(optimizer).__name__} are plain: load it under the config that "
-                        "saved it; memtrain.optim.portable_state_dict then gives one for any"
-                    )
+    for number, param, _ in numbered(optimizer.param_groups, loaded):
+        values = loaded["state"][number]
+        refuse_subclasses(values)
+        for name, value in values.items():
+            if is_packed(value, known):
+                raise ValueError(
+                    f"state {name!r} of a parameter of shape {tuple(param.shape)} holds the "
+                    f"payload {sorted(value)}, but the states of this {type(optimizer).__name__} "
+                    "are plain: load it under the config that saved it; "
+                    "memtrain.optim.portable_state_dict then gives one for any"
+                )
+
+
+def share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
+    """Restore the groups' dicts after `load_state_dict`, which replaces them, with its values.
+
+    LR schedulers reference the dicts. Options that the checkpoint lacks have their defaults.
+    """
+    options = getattr(optimizer, "own_options", ())
+    for old, new in zip(groups, optimizer.param_groups, strict=True):
+        lacking = {
+            name: optimizer.defaults[name] for name in old.keys() & optimizer.defaults.keys()
+        }
+        own = {name: old[name] for name in options if name in old}
+        old.clear()
+        old.update({**lacking, **new, **own})
+    optimizer.param_groups = groups
+
+
+def restore_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
+    """Restore the states' dtypes after `load_state_dict`, which casts them to the parameter's."""
+    for number, param, _ in numbered(optimizer.param_groups, loaded):
+        states = optimizer.state[param]
+        for name, value in loaded["state"][number].items():
+            if isinstance(value, Tensor) and isinstance(own := states.get(name), Tensor):
+                states[name] = value.detach().to(own.device, copy=True)

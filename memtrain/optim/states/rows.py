@@ -50,22 +50,12 @@ def only_rows(value: dict[str, Tensor]) -> bool:
 
 
 def to_rows(compressor: Compressor, payload: dict[str, Tensor], param: Tensor) -> dict[str, Tensor]:
-    """Lay out a payload row by row, in DTensors that are split as the parameter is.
+    """Lay out this process's payload row by row, in DTensors that are split as the parameter is.
 
-    Args:
-        compressor: The payload's; `can_be_rows`.
-        payload: This process's.
-        param: A sharded parameter.
-
-    Returns:
-        Blocks: `codes` uint8 [rows, blocks per row, bytes] and `scale` float32 [rows, blocks per
-        row]. Rank-1: `codes` uint8 [rows, bytes], `row` float32 [rows], and `col` float32
-        [sum(shape[1:])]. Factored: `row`, `col` float32 [columns]. Lloyd-Max: these, `codes`, and
-        `scale` bfloat16 [rows, blocks per row]. All are DTensors except `col`, which is equal on
-        all processes.
-
-    Memory:
-        One or two bytes per element during the call.
+    Blocks: `codes` uint8 [rows, blocks per row, bytes] and `scale` float32 [rows, blocks per row].
+    Rank-1: `codes` uint8 [rows, bytes], `row` float32 [rows], and `col` float32 [sum(shape[1:])].
+    Factored: `row`, `col` float32 [columns]. Lloyd-Max: these, `codes`, and `scale` bfloat16 [rows,
+    blocks per row]. All are DTensors except `col`, which is equal on all processes.
     """
     sizes, whole = _sizes(compressor, local(param).shape), param.shape[:1] or (1,)
     if compressor.by_rows == "rank1":

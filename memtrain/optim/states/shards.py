@@ -24,15 +24,10 @@ def is_sharded(x: Tensor) -> bool:
 
 
 def sharded_like(value: Tensor, param: Tensor, shape: torch.Size | None = None) -> Tensor:
-    """Return a part as a tensor that is sharded like `param`; the part if `param` is not sharded.
+    """Return a part as a DTensor that is sharded like `param`, over the memory of `value`.
 
-    Args:
-        value: Of any dtype.
-        param: A parameter.
-        shape: Of the whole, contiguous; by default the parameter's.
-
-    Returns:
-        A DTensor over `value`'s memory.
+    `shape` is that of the whole, by default the parameter's. If `param` is not sharded, the result
+    is `value`.
     """
     if not is_sharded(param):
         return value
@@ -83,11 +78,8 @@ def local_gradient(param: Tensor, grad: Tensor) -> Tensor:
 def wait_for_part(grad: Tensor) -> None:
     """Wait until a sharded gradient's part has arrived in host memory.
 
-    FSDP2's `CPUOffloadPolicy` copies without waiting, to pinned memory, in the stream that is the
-    current one when it calls the hooks. From torch 2.13 on it waits itself where there are hooks.
-
-    Args:
-        grad: Of a parameter.
+    FSDP2's `CPUOffloadPolicy` copies without waiting, to pinned memory, in the current stream of
+    the hooks' call. From torch 2.13 on it waits itself if there are hooks.
     """
     own = local(grad)
     if own is not grad and own.is_cpu and torch.cuda.is_initialized() and own.is_pinned():
@@ -183,14 +175,8 @@ def check_unsharded(params: Iterable[Tensor]) -> None:
 
 
 def in_zero(params: Iterable[Tensor]) -> bool:
-    """Whether DeepSpeed's ZeRO has put a model's parameters into flat vectors of its own.
+    """Whether DeepSpeed's ZeRO has moved parameters into its flat vectors.
 
-    It leaves `_hp_mapping` (ZeRO 1 and 2) or `ds_id` (ZeRO 3) on each that it took.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> weight.ds_id = 0
-        >>> in_zero([weight])
-        True
+    ZeRO sets `_hp_mapping` (stages 1 and 2) or `ds_id` (stage 3) on each parameter.
     """
     return any(hasattr(param, name) for param in params for name in ("_hp_mapping", "ds_id"))

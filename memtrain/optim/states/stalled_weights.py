@@ -32,7 +32,7 @@ class StalledWeights:
         self._looked = 0  # the last step that was examined
 
     def before(self, parts: Sequence[Part]) -> tuple[Target, Tensor, float] | None:
-        """Return a sample for `after` if the step is checked; masters cannot stall."""
+        """Return a sample for `after` if this step is checked; masters cannot stall."""
         self._count(parts)
         counts = self.steps == FIRST_LOOK - 1
         looks = self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)

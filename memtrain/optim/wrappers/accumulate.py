@@ -10,30 +10,23 @@ from memtrain.compressors.codebook import Block
 from memtrain.optim.states.shards import local, part_number, sharded_like
 
 BUFFER = Block(block_size=256, map="E3M4", bits=8, rounding="stochastic")
-"""How a sum is kept. The map has 0 and both signs' ends: zeros stay zero, and rounding
-has no bias anywhere."""
+"""The map has 0, -1 and 1: zeros stay zero, and rounding has no bias."""
 
 
 def sum_bytes(param: Tensor) -> int:
-    """Bytes of the sum of a parameter's gradients while it waits."""
+    """Return the bytes of the compressed sum of a parameter's gradients."""
     like = torch.empty(local(param).shape, device="meta")
     return BUFFER.compress(like, key=Key()).nbytes
 
 
 class GradientSums:
-    """Adds up the gradients of a few backward passes, with each sum in blocks of 8-bit floats.
+    """Adds up the gradients of several backward passes; each sum is in blocks of 8-bit floats.
 
-    Each sum that has to wait is rounded stochastically: on average over seeds the total is exact,
-    and each of the `passes - 1` roundings moves an element by less than 1/31 of its block's largest
-    (by less than 1/16 of the element itself where that is above 1/124 of the largest). NaN and Inf
-    spoil their block of 256. The last gradient is added in float32 and not rounded.
-
-    Args:
-        passes: Backward passes that make a step.
-        seed: Feeds the rounding, with the parameter's number, the step and the pass.
-
-    Memory:
-        1.016 bytes per parameter between the passes.
+    Each incomplete sum is rounded stochastically: on average over seeds the total is exact, and
+    each of the `passes - 1` roundings moves an element by less than 1/31 of the largest of its
+    block (by less than 1/16 of the element itself if it is above 1/124 of the largest). NaN and Inf
+    affect their block of 256. The last gradient is added in float32 and not rounded. Between the
+    passes a sum takes 1.016 bytes per parameter.
 
     Example:
         >>> sums, weight = GradientSums(2), torch.ones(3)
@@ -46,24 +39,16 @@ class GradientSums:
         self.passes, self.seed = passes, seed
         self.steps = 0
         """Steps so far: each draws other random bits."""
-        self._held: dict[Tensor, tuple[dict[str, Tensor], int]] = {}
-        """Payloads, and of how many gradients they are the sum."""
+        self._sums: dict[Tensor, tuple[dict[str, Tensor], int]] = {}  # payload, gradients in it
 
     def add(self, param: Tensor, number: int, grad: Tensor) -> Tensor | None:
-        """Take a gradient.
+        """Add a gradient of the parameter with this number; return the sum if it is complete.
 
-        Args:
-            param: Whose.
-            number: The parameter's.
-            grad: Of its shape, sharded as it is; not kept.
-
-        Returns:
-            The sum where it is complete, in float32 (the gradient itself if one pass makes a
-            step); else None.
+        The sum is float32. If one pass makes a step, it is the gradient itself.
         """
         if self.passes == 1:
             return grad
-        payload, count = self._held.pop(param, ({}, 0))
+        payload, count = self._sums.pop(param, ({}, 0))
         count += 1
         total = local(grad.detach()).float()
         if payload:
@@ -72,27 +57,23 @@ class GradientSums:
             return sharded_like(total, param)
         step, rank = self.steps, part_number(param)
         key = Key(self.seed, site=number, step=step, microbatch=count, rank=rank)
-        self._held[param] = BUFFER.compress(total, key=key).tensors, count
+        self._sums[param] = BUFFER.compress(total, key=key).tensors, count
         return None
 
     @property
     def waiting(self) -> bool:
-        """Whether there is a sum of fewer passes."""
-        return bool(self._held)
+        """Whether a sum is incomplete."""
+        return bool(self._sums)
 
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Give up every sum of fewer passes, with its parameter."""
-        while self._held:
-            param, (payload, _) = self._held.popitem()
+        """Yield and remove every incomplete sum, with its parameter."""
+        while self._sums:
+            param, (payload, _) = self._sums.popitem()
             yield param, sharded_like(self._decoded(param, payload), param)
 
     def drop(self) -> None:
-        """Discard every sum of fewer passes."""
-        self._held.clear()
-
-    def advance(self) -> None:
-        """A step is over."""
-        self.steps += 1
+        """Discard every incomplete sum."""
+        self._sums.clear()
 
     def _decoded(self, param: Tensor, payload: dict[str, Tensor]) -> Tensor:
         return BUFFER.decompress(Packed(payload, local(param).shape, torch.float32))

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from memtrain.optim.states.compressed_states import CompressedStates
+from memtrain.optim.states.optimizer_hooks import find
 from memtrain.optim.states.shards import check_unsharded
 from memtrain.optim.wrappers import dtypes
 from memtrain.optim.wrappers.ddp import (
@@ -73,15 +74,9 @@ def check(model: nn.Module, config: Any) -> None:
 def apply(
     model: nn.Module, optimizers: list[Optimizer], config: Any
 ) -> tuple[list[Optimizer], list[Any]]:
-    """Convert the weights, and wrap each optimizer as the config asks.
+    """Convert the weights in place, and wrap each optimizer as the config asks.
 
-    Args:
-        model: The model; its parameters are converted in place.
-        optimizers: Plain optimizers, or with compressed states.
-        config: The plan's config.
-
-    Returns:
-        The optimizers to use, and the handles of hooks on the model, which `remove` takes off.
+    Returns the optimizers to use, and the handles of hooks on the model for `remove`.
     """
     held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
     others = () if config.weights == KEEP else _trained_by_others(model, held)
@@ -124,9 +119,7 @@ def _trained_by_others(model: nn.Module, held: set[Tensor]) -> list[str]:
 
 def masters_of(optimizer: Any) -> Any:
     """Return the `SplitWeights` or `HostStates` that has float32 masters, or None."""
-    while optimizer is not None and not isinstance(optimizer, SplitWeights | HostStates):
-        optimizer = getattr(optimizer, "inner", None)
-    return optimizer
+    return find(optimizer, SplitWeights, HostStates)
 
 
 def _around(
@@ -138,11 +131,7 @@ def _around(
 ) -> Optimizer:
     """Wrap an optimizer for the config's weights and gradients.
 
-    Args:
-        model: Its parameters are converted in place.
-        config: Of the plan.
-        frozen: Parameters that are no optimizer's.
-        optimizer: Plain, or with compressed states; on the host, of the copies there.
+    `frozen` are the parameters without an optimizer. On the host, the optimizer steps copies.
     """
     if config.weights != KEEP:
         keep, seed = keeps_float32(model), config.seed
@@ -163,26 +152,18 @@ def _around(
 
 def check_removable(optimizer: Optimizer, config: Any) -> None:
     """Raise ValueError unless this is an optimizer that `apply` returned."""
-    expected = {RELEASE: ReleaseGradients}.get(config.gradients)
-    if expected is None and config.weights != KEEP:
-        expected = SplitWeights
+    expected = Optimizer if config.weights == KEEP else SplitWeights
+    if config.gradients == RELEASE:
+        expected = ReleaseGradients
     if config.optim.device == CPU:
         expected = HostStates
-    if expected is not None and not isinstance(optimizer, expected):
+    if not isinstance(optimizer, expected):
         name = type(optimizer).__name__
         raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {name}")
 
 
 def remove(optimizers: list[Optimizer], handles: list[Any]) -> list[Optimizer]:
-    """Undo `apply`.
-
-    Args:
-        optimizers: The optimizers that `apply` returned.
-        handles: The handles of its hooks on the model.
-
-    Returns:
-        The optimizers that were passed to `apply`; weights that were float32 are so again.
-    """
+    """Undo `apply`, and return the optimizers that it was called with."""
     for handle in handles:
         handle.remove()
     return [_inside(optimizer) for optimizer in optimizers]

@@ -15,13 +15,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def one_at_a_time(method: _F) -> _F:
-    """Make a method wait for the object's other decorated methods in other threads.
-
-    Gradients come in several threads: autograd has one for each device.
-
-    Args:
-        method: Of an object with a `_lock`, an `RLock`.
-    """
+    """Run the method under the object's `_lock`: autograd has one thread for each device."""
 
     @wraps(method)
     def inner(self: Any, *args: Any) -> Any:
@@ -46,35 +40,30 @@ class Backward:
     """
 
     def __init__(self) -> None:
-        self._end: weakref.ref[_End] | None = None
+        self._end: weakref.ref[Any] | None = None  # what autograd calls at the end
+        self._task = -1
         self._broke_off = False
 
     def entered(self, at_end: Callable[[], None]) -> bool:
-        """Record that a gradient arrives in the current thread.
+        """Record a gradient, and return whether this is a backward after one that broke off.
 
-        Args:
-            at_end: Called once when this backward ends, with the caller's streams current. It is
-                not called where the backward raises, nor outside of a backward.
-
-        Returns:
-            Whether this is a backward after one that broke off.
+        `at_end` is called once when this backward ends, with the caller's streams current. It is
+        not called if the backward raises, nor outside of a backward.
         """
         task = torch._C._current_graph_task_id()
         if task == -1:
             return False
-        end = None if self._end is None else self._end()
-        if end is None or end.task != task:
+        if self._task != task or self._end is None or self._end() is None:
             self._broke_off = self.broke_off
-            end = _End(self, task, at_end)
-            self._end = weakref.ref(end)
+
+            def end() -> None:  # autograd frees it without a call if the backward raises
+                if self._task == task:
+                    self._end = None
+                at_end()
+
+            self._task, self._end = task, weakref.ref(end)
             _engine.queue_callback(end)
         return self._broke_off
-
-    def ended(self, task: int) -> None:
-        """Record that the backward of this graph task has ended."""
-        end = None if self._end is None else self._end()
-        if end is not None and end.task == task:
-            self._end = None
 
     @property
     def broke_off(self) -> bool:
@@ -88,17 +77,6 @@ class Backward:
     def forget(self) -> None:
         """Start a new step with the next backward."""
         self._end, self._broke_off = None, False
-
-
-class _End:
-    """Called by autograd when a backward ends; freed without a call where that raises."""
-
-    def __init__(self, backward: Backward, task: int, at_end: Callable[[], None]) -> None:
-        self.task, self._backward, self._at_end = task, backward, at_end
-
-    def __call__(self) -> None:
-        self._backward.ended(self.task)
-        self._at_end()
 
 
 def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:

@@ -16,10 +16,9 @@ RELEASED = (
 
 
 def refuse_released(module: nn.Module, args: Any) -> None:
-    """Raise `RuntimeError` if DistributedDataParallel runs a model with released gradients.
+    """Raise `RuntimeError` in a forward under DistributedDataParallel with released gradients.
 
-    A forward pre-hook of the model, which may be put into DistributedDataParallel after `wrap`.
-    A copy of the model without its optimizer passes.
+    A forward pre-hook of the model; a copy of the model without its optimizer is not refused.
     """
     if not torch.distributed.is_available():
         return

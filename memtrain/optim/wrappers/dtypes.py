@@ -16,13 +16,13 @@ LAYERS = (
     nn.modules.instancenorm._InstanceNorm, nn.modules.rnn.RNNBase, nn.modules.rnn.RNNCellBase,
     nn.MultiheadAttention,
 )  # fmt: skip
-"""Layers that raise for an input that has not the dtype of their weights."""
+"""Layers that raise for an input of another dtype than their weights."""
 
 
 def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Cast float32 arguments to the dtype of a module's weights, if that is theirs now.
+    """Cast float32 arguments to the dtype of the weights: a forward pre-hook.
 
-    A forward pre-hook. `torch.func.functional_call` may have put float32 weights in.
+    `torch.func.functional_call` may have replaced the weights by float32 ones.
     """
     low = any(p.dtype == dtype for p in module.parameters())
     if not low or all(x.dtype != torch.float32 for x in _tensors((args, kwargs))):
@@ -35,8 +35,8 @@ def cast_inputs(dtype: torch.dtype, module: nn.Module, args: Any, kwargs: Any) -
 def restore_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: Any) -> Any:
     """Cast outputs of the weights' dtype to float32: a forward hook of the model.
 
-    If an output is a single number, the model computes its own loss: only such are cast, since
-    float32 logits would take twice the memory for nothing. Under autocast nothing is.
+    If an output is a single number, the model computes its own loss: only single numbers are cast,
+    because float32 logits would double their memory. Under autocast nothing is cast.
     """
     found: list[Tensor] = []
     map_tensors(lambda x: found.append(x) or x, output)
@@ -56,11 +56,7 @@ def restore_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: An
 
 
 def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
-    """Apply a function to the tensors in containers and dataclasses.
-
-    Args:
-        function: Tensor -> what takes its place.
-        output: Of a model; a dataclass in it is copied.
+    """Apply a function to the tensors in containers and dataclasses, which are copied.
 
     Example:
         >>> map_tensors(torch.neg, {"a": (torch.ones(1), 2)})
@@ -81,15 +77,9 @@ def _mapped(function: Callable[[Tensor], Any], x: Any) -> Any:
 
 
 def hook(model: nn.Module, dtype: torch.dtype, *, outputs: bool = False) -> list[Any]:
-    """Cast what a model and its layers take and, if asked for, what the model gives.
+    """Register hooks that cast inputs to the weights' dtype and `outputs` to float32.
 
-    Args:
-        model: Its weights are, or will be, of the dtype. Of a container the parts are hooked.
-        dtype: Of the weights.
-        outputs: Whether outputs are cast to float32.
-
-    Returns:
-        The hooks' handles.
+    Of a container without a forward, the parts are hooked. Returns the handles.
     """
     inputs, handles = partial(cast_inputs, dtype), []
     for one in _called(model):

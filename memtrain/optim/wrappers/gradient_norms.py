@@ -1,8 +1,9 @@
 """Norms of gradients; a CUDA device's are read together when a step ends."""
 
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,15 +14,6 @@ from memtrain.optim.states.shards import is_sharded, whole_of
 PIECE = 2**22
 """Elements of a 16-bit gradient on a CPU whose norm is computed at once: torch casts them to
 float32."""
-
-
-class PendingNorm(NamedTuple):
-    """The norm of an applied gradient, on its device."""
-
-    param: Tensor
-    norm: Tensor
-    count: Tensor | float | None
-    """The parameter's step counter before the update; None if it had no states."""
 
 
 def stays_pending(norm: Tensor) -> bool:
@@ -65,3 +57,16 @@ def norm_of(grad: Tensor) -> float | Tensor:
         norm = norm_in(grad)
     whole = whole_of(norm)
     return whole if stays_pending(whole) else whole.item()
+
+
+def read(numbers: Sequence[Tensor]) -> list[float]:
+    """Return the values of numbers on devices: one wait per device and dtype."""
+    found: list[float] = [0.0] * len(numbers)
+    groups: dict[object, list[int]] = defaultdict(list)
+    for k, number in enumerate(numbers):
+        groups[number.device, number.dtype].append(k)
+    for indices in groups.values():
+        values = torch.stack([numbers[k] for k in indices]).tolist()
+        for k, value in zip(indices, values, strict=True):
+            found[k] = value
+    return found

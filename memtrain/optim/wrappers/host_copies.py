@@ -12,44 +12,51 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
+from memtrain.kernels.dispatch import simulation
 
 IN_FLIGHT = 4
-"""Gradients on their way to their step: a backward waits for a slower host."""
+"""Gradients between their copy and their step: a backward waits for a slower host."""
 
 
 class HostCopies:
-    """How gradients go to the host, and weights come back: copies that are waited for.
+    """Copies of gradients to the host and of weights to the device, without streams.
 
-    So they are on any device but CUDA, in host memory itself, and for fake tensors.
+    They serve all devices except CUDA, and fake tensors. In a simulated step for CUDA as many
+    gradients stay alive as `CudaCopies` has in flight.
     """
 
     beside = False
-    """Whether the device works on while the host does: the host then works in a thread."""
+    """Whether the device runs while the host steps: the host then steps in a thread."""
+
+    def __init__(self) -> None:
+        self._simulated: deque[Tensor] = deque(maxlen=AT_ONCE)
 
     def host_memory(self, like: Tensor) -> Tensor:
-        """Make a tensor in host memory that copies are fast from and to; not filled."""
+        """Allocate host memory for fast copies."""
         return torch.empty_like(like, device="cpu")
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """Start a copy to the host; the second value is for `wait`. `x` may be freed at once."""
+        if simulation.device == "cuda":
+            self._simulated.append(x)
         return x.to("cpu", copy=True), None
 
     def wait(self, started: Any) -> None:
-        """Let the host wait until a copy to it has been made."""
+        """Block the host until a copy to it is complete."""
 
     def to_device(self, value: Tensor, param: Tensor) -> None:
-        """Start a copy into a tensor of the device; `value` stays as it is until `join`."""
+        """Start a copy into a tensor of the device; `value` must not change before `join`."""
         param.copy_(value)
 
     def join(self) -> None:
-        """Let work of the device that follows see what `to_device` sends; the host goes on."""
+        """Make later work of the device wait for the copies of `to_device`; do not block."""
+        self._simulated.clear()
 
 
 class CudaCopies(HostCopies):
-    """CUDA: pinned host memory, and a side stream each way.
+    """Copies through pinned host memory, on one side stream per direction.
 
-    At most `AT_ONCE` copies are in flight, so a backward keeps at most that many more gradients,
-    however far the host runs ahead.
+    At most `AT_ONCE` copies are in flight, so a backward keeps at most that many more gradients.
     """
 
     beside = True
@@ -60,7 +67,7 @@ class CudaCopies(HostCopies):
         self._in_flight = CopiesInFlight()
 
     def host_memory(self, like: Tensor) -> Tensor:
-        """As `HostCopies.host_memory`: pinned."""
+        """Allocate pinned memory."""
         return torch.empty_like(like, device="cpu", pin_memory=True)
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
@@ -92,7 +99,7 @@ class CudaCopies(HostCopies):
 
 
 class HostWorker:
-    """A thread that steps parameters on the host while the device works on."""
+    """A thread that steps parameters on the host while the device runs."""
 
     def __init__(self) -> None:
         self._room = BoundedSemaphore(IN_FLIGHT)
@@ -100,12 +107,7 @@ class HostWorker:
         self._jobs: list[Future[None]] = []
 
     def submit(self, send: Callable[[], Any], step: Callable[[Any], None]) -> None:
-        """Send a gradient now, and step with it in the thread.
-
-        Args:
-            send: Starts the gradient's copy to the host.
-            step: Called with the result of `send`.
-        """
+        """Call `send`, which starts a gradient's copy, and `step` with its result in the thread."""
         room = self._room
         room.acquire()
         try:
@@ -117,31 +119,15 @@ class HostWorker:
         self._jobs.append(job)
 
     def wait(self) -> None:
-        """Wait until all is stepped; errors stay for `finish`."""
+        """Wait for all steps; errors stay for `finish`."""
         wait(self._jobs)
 
     def finish(self, *, drop_errors: bool = False) -> None:
-        """Wait until all is stepped, and raise the first error of a step."""
+        """Wait for all steps, and raise the first error of a step."""
         jobs, self._jobs = self._jobs, []
         errors = [error for job in jobs if (error := job.exception()) is not None]
         if errors and not drop_errors:
             raise errors[0]
-
-
-class DelayedCopies(HostCopies):
-    """Copies of fake tensors that stand for those of CUDA: as many copies are in flight."""
-
-    def __init__(self) -> None:
-        self._in_flight: deque[Tensor] = deque(maxlen=AT_ONCE)
-
-    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
-        """As `HostCopies.to_host`."""
-        self._in_flight.append(x)
-        return super().to_host(x)
-
-    def join(self) -> None:
-        """As `HostCopies.join`."""
-        self._in_flight.clear()
 
 
 @cache
@@ -153,14 +139,6 @@ _PLAIN = HostCopies()
 
 
 def copies_of(x: Tensor) -> HostCopies:
-    """How a tensor's values go to the host and back.
-
-    Args:
-        x: A parameter.
-
-    Example:
-        >>> copies_of(torch.ones(1)).beside
-        False
-    """
+    """Return the copies that serve a parameter."""
     real = x.is_cuda and not isinstance(x, FakeTensor)
     return _cuda(x.device) if real else _PLAIN

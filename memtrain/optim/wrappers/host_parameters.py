@@ -1,7 +1,7 @@
 """Copies of parameters in host memory, and what travels between them and their device."""
 
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -11,23 +11,13 @@ from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.wrappers.host_copies import HostCopies
 from memtrain.optim.wrappers.weights import set_dtype
 
-
-class Sent(NamedTuple):
-    """A gradient on its way to the host."""
-
-    grad: Tensor
-    started: Any
-    """Of the copy: an argument of `HostCopies.wait`."""
-    weight: tuple[Tensor, int] | None
-    """The weight and its version, if something else wrote it since the last step."""
+Sent = tuple[Tensor, Any, tuple[Tensor, int] | None]
+"""A gradient's copy, what `HostCopies.wait` takes, and the weight and its version if something
+else wrote the weight since the last step."""
 
 
 class HostParameters:
-    """A copy in host memory of each parameter: gradients go there, stepped weights come back.
-
-    Args:
-        copies: Parameter -> how its values travel.
-    """
+    """Copies of parameters in host memory, which receive gradients and send stepped weights."""
 
     def __init__(self, copies: Callable[[Tensor], HostCopies]) -> None:
         self.copies = copies
@@ -81,16 +71,16 @@ class HostParameters:
         if self._versions.get(param) != version:
             weight = copies.to_host(param.detach())[0], version
         with host_work():
-            return Sent(*copies.to_host(grad), weight)
+            return *copies.to_host(grad), weight
 
     def receive(self, param: Tensor, sent: Sent) -> None:
         """Wait for the copies that `send` started, and set the gradient of the parameter's copy."""
-        leaf = self.leaves[param]
-        self.copies(param).wait(sent.started)
-        if sent.weight is not None:
-            leaf.copy_(sent.weight[0])
-            self._versions[param] = sent.weight[1]
-        leaf.grad = sent.grad
+        leaf, (grad, started, weight) = self.leaves[param], sent
+        self.copies(param).wait(started)
+        if weight is not None:
+            leaf.copy_(weight[0])
+            self._versions[param] = weight[1]
+        leaf.grad = grad
 
     @torch.no_grad()
     def send_back(self, leaf: Tensor) -> None:

@@ -31,44 +31,21 @@ Build = Callable[[CompressedStates, Mapping[Tensor, Tensor]], Optimizer]
 
 
 class HostStates(OptimizerWrapper):
-    """Steps an optimizer in host memory, on copies of the parameters that lie there.
+    """Steps an optimizer in host memory, on copies of the parameters.
 
-    The optimizer inside, with split weights and released gradients around it, is what it would be
-    on the device, but its parameters are copies in host memory, and so are its states, corrections
-    and sums of gradients: what is computed is what the same kernels compute in place, bit for bit,
-    and so is a checkpoint. The parameters, groups and gradients that a user sees are the device's.
+    The states, corrections and sums of gradients of the optimizer inside, and of the wrappers that
+    `build` puts around it, are on the host. Steps and checkpoints equal those on the device bit for
+    bit. A user sees the parameters, groups and gradients of the device.
 
-    With released gradients each goes over as backward brings it, is stepped by the C++ kernels in a
-    thread beside the backward, and its weight is sent back at once. The end of the backward waits
-    for the rest, so that whatever reads a weight after `loss.backward()` reads the stepped one, as
-    in place. Gradients that are kept go over in `step()`, all at once. With weights of two bytes
-    the bus has 2 bytes a parameter down in each backward, and 2 up in each step.
+    A released gradient is copied to the host in the backward and stepped by the C++ kernels in a
+    thread; its weight is sent back at once. The end of the backward waits for the rest, so whatever
+    reads a weight after `loss.backward()` reads the stepped one. Kept gradients are copied in
+    `step()`. A weight that something else writes in place (`model.load_state_dict`) is fetched
+    before its next step.
 
-    A weight that something else writes in place (`model.load_state_dict`) is fetched again before
-    its next step.
-
-    Args:
-        compressed: On the device, at any step of a run; its states move to the host.
-        build: Puts the other wrappers around it, given it and parameter -> its copy on the host.
-        copies: How a parameter's values travel.
-
-    Raises:
-        ValueError: If a parameter is sharded (a DTensor).
-
-    Memory:
-        On the device none but weights and gradients in flight. On the host a copy of the weights,
-        their corrections, the states, sums of gradients and at most `IN_FLIGHT` gradients; all
-        gradients where they are kept or clipped by their global norm. On CUDA weights and gradients
-        there are pinned, which rounds each up to a power of two.
-
-    Example:
-        >>> from memtrain.optim import AdamW4bit
-        >>> weight = torch.nn.Parameter(torch.ones(128, 64))
-        >>> optimizer = HostStates(AdamW4bit([weight], lr=0.1, weight_decay=0.0))
-        >>> weight.grad = torch.ones_like(weight)
-        >>> optimizer.step()
-        >>> weight[0, 0].item()
-        0.8999999761581421
+    On the host: a copy of the weights, their corrections, the states, sums of gradients and at most
+    `IN_FLIGHT` gradients; all gradients if they are kept or clipped by their global norm. On CUDA
+    weights and gradients are pinned, which rounds each up to a power of two.
 
     Reference:
         Ren et al., ZeRO-Offload: Democratizing Billion-Scale Model Training, arXiv:2101.06840.
@@ -111,7 +88,7 @@ class HostStates(OptimizerWrapper):
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Parameter -> its states, which are on the host; to be read."""
+        """Parameter -> its states, which are on the host; read-only."""
         self._worker.finish()
         states = self.inner.state
         return MappingProxyType(
@@ -143,20 +120,10 @@ class HostStates(OptimizerWrapper):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step what has a gradient, or end the step that backward has made; wait for all of it.
+        """Step parameters with gradients, or end the step that the backward has made, and wait.
 
-        Where it raises the step is over too: gradients that were kept stay the parameters' own, and
-        released ones are gone.
-
-        Args:
-            closure: Recomputes the loss; optional.
-
-        Returns:
-            The closure's loss, or None.
-
-        Raises:
-            RuntimeError: Whatever the optimizer inside raises, in this step's backward too.
-            TypeError: If a parameter has another dtype than at first; nothing was changed then.
+        Errors of the optimizer inside, in this step's backward too, end the step: kept gradients
+        stay on the parameters, released ones are lost. A changed dtype raises before any change.
         """
         refuse_capture()
         if self._release is not None:
@@ -191,14 +158,7 @@ class HostStates(OptimizerWrapper):
 
     @torch._disable_dynamo
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As `ReleaseGradients.zero_grad`, of gradients on their way to the host too.
-
-        Args:
-            set_to_none: As in torch.
-
-        Raises:
-            RuntimeError: Whatever the optimizer inside raised in the backward before.
-        """
+        """As `ReleaseGradients.zero_grad`; raise the errors of the backward's updates."""
         try:
             self._worker.finish()
         finally:
@@ -212,7 +172,7 @@ class HostStates(OptimizerWrapper):
     @torch.no_grad()
     @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
-        """A backward's gradient is complete: send it to the host and let it be stepped there."""
+        """Send a complete gradient to the host, which steps its parameter."""
         release, grad = self._release, param.grad
         if release is None or grad is None:
             return
@@ -234,7 +194,7 @@ class HostStates(OptimizerWrapper):
                 param.grad = None
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise RuntimeError: the host's copies are made once."""
+        """Raise RuntimeError: the copies on the host are made once."""
         if "_inner_step" in vars(self):  # not inside Optimizer.__init__
             raise RuntimeError(
                 "add_param_group with optim.device='cpu': add the group before memtrain.wrap, or "
@@ -243,11 +203,7 @@ class HostStates(OptimizerWrapper):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """As the optimizer inside would give it on the device: either loads the other's.
-
-        Returns:
-            Plain dicts of plain tensors, on the host.
-        """
+        """Return the checkpoint that the optimizer inside would give on the device."""
         self._worker.finish()
         self.host.fetch_written()
         _copy_options(self._groups, self.inner.param_groups)
@@ -255,14 +211,7 @@ class HostStates(OptimizerWrapper):
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, here or of the optimizer inside on a device.
-
-        Args:
-            state_dict: A checkpoint.
-
-        Raises:
-            ValueError: If anything in it does not fit; nothing was changed then.
-        """
+        """Load a checkpoint of `state_dict`, here or of the optimizer inside on a device."""
         self._worker.finish()
         original = self._compressed.original  # the plain optimizer, whose groups are a user's
         if original is not None:
@@ -276,14 +225,7 @@ class HostStates(OptimizerWrapper):
         self.host.fetch_all()  # whatever weights are loaded beside it, corrections hold
 
     def master(self, param: Tensor) -> Tensor:
-        """The float32 value of a parameter: a new tensor, in host memory.
-
-        Args:
-            param: Of the model.
-
-        Returns:
-            float32, of the parameter's shape.
-        """
+        """Return the float32 value of a parameter: a new tensor, in host memory."""
         self._worker.finish()
         self.host.fetch_written()
         split, leaf = self._split(), self._leaves.get(param)
@@ -291,12 +233,7 @@ class HostStates(OptimizerWrapper):
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
-        """Give a parameter a float32 value; what its dtype loses of it goes into its correction.
-
-        Args:
-            param: Of the model.
-            value: Of its shape.
-        """
+        """Set the float32 value of a parameter: its 16-bit weight and its correction."""
         self._worker.finish()
         split, leaf = self._split(), self._leaves.get(param)
         if split is None or leaf is None:
@@ -307,7 +244,7 @@ class HostStates(OptimizerWrapper):
         self.host.matches(param)
 
     def release_inner(self) -> Optimizer:
-        """Take the hooks off; the optimizer inside may step again, on the host's copies."""
+        """Remove the hooks; the optimizer inside may step again, on the copies on the host."""
         self._worker.finish()
         self.host.fetch_written()
         _copy_options(self._groups, self.inner.param_groups)
@@ -318,11 +255,7 @@ class HostStates(OptimizerWrapper):
 
     @torch.no_grad()
     def move_back(self) -> CompressedStates:
-        """Move weights and states to the device, once the wrappers inside have been taken off.
-
-        Returns:
-            The optimizer that was given, with the device's parameters.
-        """
+        """Move weights and states to the device, after the wrappers inside were removed."""
         compressed = self._compressed
         for param, leaf in self._leaves.items():
             if param.dtype != leaf.dtype:
@@ -345,7 +278,7 @@ class HostStates(OptimizerWrapper):
         self._attach()
 
     def _start(self) -> None:
-        """Make what does not outlive a process."""
+        """Create what copies and pickles lack."""
         self._handles: dict[Tensor, Any] = {}
         self._lock = RLock()  # autograd brings gradients in one thread for each device
         self._worker = HostWorker()
@@ -361,7 +294,7 @@ class HostStates(OptimizerWrapper):
         hook_gradients(self, self._leaves, self._handles)
 
     def _begin(self) -> None:
-        """The options of groups, as they are when a step begins."""
+        """Copy the options of groups to the optimizer inside when a step begins."""
         if self._begun:
             return
         self.host.check_dtypes()
@@ -369,7 +302,7 @@ class HostStates(OptimizerWrapper):
         self._begun = True
 
     def _wait(self) -> None:
-        """A backward ends: what follows reads stepped weights. Errors wait for `step`."""
+        """End a backward: later work reads stepped weights. `step` raises the errors."""
         self._worker.wait()
         self.host.join()
 
@@ -381,7 +314,7 @@ class HostStates(OptimizerWrapper):
             self.host.receive(param, sent)
             try:
                 if self._release is not None:
-                    self._release.take(leaf, sent.grad)
+                    self._release.take(leaf, sent[0])
             finally:
                 leaf.grad = None
 
@@ -393,7 +326,7 @@ class HostStates(OptimizerWrapper):
         return loss
 
     def _gather(self) -> None:
-        """Bring the gradients that no hook has sent to the host; wait for those under way."""
+        """Copy the gradients that no hook has sent to the host; wait for the others."""
         self._worker.finish()
         release = self._release
         left = [p for p in self._leaves if p.grad is not None]
@@ -412,28 +345,19 @@ class HostStates(OptimizerWrapper):
             self.host.receive(param, one)
 
     def _split(self) -> SplitWeights | None:
-        inner = self._release.inner if self._release is not None else self.inner
-        return inner if isinstance(inner, SplitWeights) else None
+        return optimizer_hooks.find(self, SplitWeights)
 
 
 _RUNTIME = ("before", "_handles", "_lock", "_worker", "_begun")
 
 
 def releasing(optimizer: Optimizer) -> ReleaseGradients | None:
-    """Find what releases an optimizer's gradients, here or on the host; None where they are kept.
-
-    Args:
-        optimizer: What `memtrain.wrap` returned.
-
-    Returns:
-        Its options, the last norm and what was skipped can be read.
-    """
-    inside = optimizer.inner if isinstance(optimizer, HostStates) else optimizer
-    return inside if isinstance(inside, ReleaseGradients) else None
+    """Return the `ReleaseGradients` of an optimizer from `wrap`, also on the host, or None."""
+    return optimizer_hooks.find(optimizer, ReleaseGradients)
 
 
 def _moved(states: Any, device: Any) -> Any:
-    """A parameter's states on another device; counters of steps stay where they are."""
+    """Return a parameter's states on another device; counters of steps stay on the host."""
     return {
         name: value if name == "step" else tree_map_only(Tensor, lambda x: x.to(device), value)
         for name, value in states.items()

@@ -11,10 +11,8 @@ from memtrain.optim.wrappers.release_checks import REQUIRED
 class LateChanges:
     """Keeps one applied gradient until the step ends, to detect clipping that comes too late.
 
-    The gradient is that of a parameter with the fewest elements.
-
-    Args:
-        passes: Backward passes of a step; 0 to keep none.
+    The gradient is that of a parameter with the fewest elements. `passes` is the number of backward
+    passes of a step; 0 keeps no gradient.
     """
 
     def __init__(self, passes: int) -> None:
@@ -25,12 +23,7 @@ class LateChanges:
         self._arrived = Counter[Tensor]()
 
     def keeps(self, param: Tensor, grad: Tensor) -> bool:
-        """Whether an applied gradient stays on its parameter until the step ends.
-
-        Args:
-            param: The parameter.
-            grad: Its gradient.
-        """
+        """Whether an applied gradient stays on its parameter until the step ends."""
         if self._kept is not None or not self.passes or param.numel() != self.fewest:
             return False
         self._arrived[param] += 1

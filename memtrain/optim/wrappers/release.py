@@ -10,14 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.kernels.random.generators import random_state, set_random_state
-from memtrain.kernels.step import uploads
 from memtrain.optim.states.compressed_states import closure_loss, refuse_capture
 from memtrain.optim.states.shards import wait_for_part
 from memtrain.optim.states.targets import Target, refuse_sparse
 from memtrain.optim.wrappers import gradient_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
 from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
-from memtrain.optim.wrappers.gradient_norms import PendingNorm
 from memtrain.optim.wrappers.late_changes import LateChanges
 from memtrain.optim.wrappers.release_checks import (
     broken_off,
@@ -38,55 +36,53 @@ _TINY = 1e-6  # as in torch.nn.utils.clip_grad_norm_
 class ReleaseGradients(OptimizerWrapper):
     """Updates each parameter inside backward and frees its gradient at once.
 
-    `loss.backward()` updates; `optimizer.step()` afterwards only ends the step: hooks and LR
-    schedulers run, options changed from then on hold for the next backward. `zero_grad` discards
-    what waits (sums of fewer passes, gradients of `global_norm`), not what was applied. A tied
-    parameter is updated once, after all its uses, and one whose gradient was assigned by `step()`.
+    `loss.backward()` updates the weights, and `optimizer.step()` ends the step: hooks and LR
+    schedulers run, and changed options apply to the next backward. `zero_grad` discards incomplete
+    sums and the gradients that `global_norm` keeps. A tied parameter is updated once, after all its
+    uses. A gradient that was assigned by hand is applied by `step()`.
 
-    Clipping, since no two gradients are there at the same time (but with `global_norm`):
+    Clipping:
 
-    - `value` keeps every element within +-limit.
+    - `value` clamps every element to +-limit.
     - `parameter` scales each gradient whose own norm exceeds the limit.
-    - `previous` scales all gradients by the *last* step's global norm (each by its own norm in the
-      first step, and after a norm of 0).
+    - `previous` scales all gradients by the global norm of the *last* step (each by its own norm in
+      the first step, and after a norm of 0).
     - `two_pass` is exact: `step(closure)` runs the closure's backward twice, for the global norm
       and to update, with the same random state.
-    - `global_norm` is exact: gradients wait until `step()` knows the norm of all, which spares
-      nothing but in host memory (`HostStates`).
+    - `global_norm` is exact: gradients are kept until `step()`. This saves memory only with states
+      in host memory.
 
-    With `clip="none"` the gradient of a parameter of the fewest elements stays until `step()`,
-    which raises if it has changed: `clip_grad_norm_` and its like come too late.
+    With `clip="none"` the gradient of a smallest parameter is kept until `step()`, which raises if
+    it has changed: `clip_grad_norm_` would come too late.
 
-    A gradient with NaN or Inf skips its parameter's update, which `skipped` counts (the first one
-    raises a RuntimeWarning); `two_pass` and `global_norm` skip the whole step. A norm above
-    float32's range counts as Inf.
+    A gradient with NaN or Inf skips its parameter's update; `two_pass` and `global_norm` skip the
+    whole step. `skipped` counts them, and the first one warns. A norm above float32's range counts
+    as Inf.
 
     A second backward before `step()` (accumulation, reentrant checkpointing of a tied weight) is
-    refused. With `accumulate=n` the gradients of n backward passes are added up in one byte an
-    element (`GradientSums`), and the n-th applies the sum; `step()` applies a sum of fewer. A sum
-    is not saved with the state, as gradients are not.
+    refused. With `accumulate=n` the gradients of n backward passes are summed in one byte per
+    element, and the n-th pass applies the sum; `step()` applies an incomplete sum. A checkpoint
+    contains no sums.
 
-    DDP is refused: its buckets keep all gradients. FSDP2: updates follow the reduce-scatter; norms
-    are of the whole parameter, one small all-reduce each.
+    DDP is refused: its buckets keep all gradients. With FSDP2, updates follow the reduce-scatter;
+    norms are of the whole parameter, one small all-reduce each.
 
     Args:
         inner: A torch optimizer, one with compressed states, or `SplitWeights`.
-        clip: One of `CLIPS`.
+        clip: `none`, `value`, `parameter`, `previous`, `two_pass` or `global_norm`.
         limit: Of the clipping; above 0.
-        loss_scale: Gradients are divided by it: what the loss was multiplied with.
-        skip_nonfinite: Whether to look for NaN and Inf. On CUDA the host reads all norms at once,
-            when the step ends, and a fused optimizer's kernels read each; for other optimizers the
-            host waits for each gradient.
-        accumulate: Backward passes that make a step.
+        loss_scale: The factor of the loss; gradients are divided by it.
+        skip_nonfinite: Whether to check for NaN and Inf. On CUDA the host reads all norms at once
+            when the step ends. For optimizers without fused kernels the host waits for each.
+        accumulate: Backward passes per step.
         seed: Feeds the stochastic rounding of sums.
 
     Raises:
         ValueError: If a value is not allowed.
 
     Memory:
-        Gradients: the largest single one for its update, and a smallest.
-        With `accumulate` above 1: 1.016 bytes per parameter between the passes.
-        With `global_norm` all gradients, in their dtype; sums of several passes in float32.
+        The largest single gradient and a smallest one; with `accumulate` above 1, 1.016 bytes per
+        parameter; with `global_norm` all gradients, and sums in float32.
 
     Example:
         >>> weight, bias = torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(1))
@@ -125,7 +121,8 @@ class ReleaseGradients(OptimizerWrapper):
         self._done: set[Tensor] = set()
         self._rates: list[float] = []  # those of this step's first update
         self._squares = 0.0
-        self._pending: list[PendingNorm] = []
+        # Parameter, norm on its device, and step counter before the update.
+        self._pending: list[tuple[Tensor, Tensor, Tensor | float | None]] = []
         self._pass = ""  # of two_pass: "measure" or "update"
         self._factor = 1.0  # of two_pass and global_norm
         self._waiting: list[tuple[Tensor, Tensor]] = []  # of global_norm: gradients, unclipped
@@ -149,14 +146,10 @@ class ReleaseGradients(OptimizerWrapper):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """End the step that backward has made; where it raises, what was not applied is gone.
+        """End the step that backward has made; return the closure's loss.
 
-        Args:
-            closure: Computes the loss and runs its backward. Needed by `two_pass`, which calls it
-                twice.
-
-        Returns:
-            The closure's loss, or None.
+        `two_pass` calls the closure twice. If `step` raises, gradients that were not applied are
+        lost.
 
         Raises:
             RuntimeError: If a GradScaler calls it, `two_pass` gets no closure, gradients were
@@ -182,7 +175,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._done.clear()
         self._squares = 0.0
         self._attach()
-        self._sums.advance()
+        self._sums.steps += 1
         self.advance()
         self.notify_schedulers()
         return loss
@@ -191,17 +184,13 @@ class ReleaseGradients(OptimizerWrapper):
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Discard the gradients that have not been applied.
 
-        These are sums of fewer than `accumulate` passes, and all that wait for `global_norm`. What
-        backward has applied stays so: a second backward before `step()` is refused as before. After
-        a backward that raised (out of memory), the step that it began is over.
-
-        Args:
-            set_to_none: As in torch.
+        These are incomplete sums, and the gradients that `global_norm` keeps. After a backward that
+        raised (out of memory), the step that it began is over.
         """
         with self._lock:
             if self.backward.broke_off:
                 self.forget_step()
-                self._sums.advance()
+                self._sums.steps += 1
                 self.advance()
             if self.clip == "global_norm":
                 self.forget_step()
@@ -210,7 +199,7 @@ class ReleaseGradients(OptimizerWrapper):
             super().zero_grad(set_to_none)
 
     def forget_step(self) -> None:
-        """Let the next gradient begin a step anew, whatever has come of this one."""
+        """Discard the present step: the next gradient begins a new one."""
         self.late_changes.forget()
         self._sums.drop()
         self._done.clear()
@@ -218,18 +207,14 @@ class ReleaseGradients(OptimizerWrapper):
         self._squares, self._pending, self._waiting = 0.0, [], []
 
     def detach(self) -> Optimizer:
-        """Take the hooks off; the inner optimizer may step again.
-
-        Returns:
-            The inner optimizer.
-        """
+        """Remove the hooks, and return the inner optimizer, which may step again."""
         for handle in self._handles.values():
             handle.remove()
         self._handles.clear()
         return self.release_inner()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group by the inner optimizer's own rules; its gradients are released too."""
+        """Add a group with the inner optimizer's checks; its gradients are released too."""
         if "_inner_step" in vars(self):
             params = param_group["params"]
             params = [params] if isinstance(params, Tensor) else list(params)
@@ -238,14 +223,14 @@ class ReleaseGradients(OptimizerWrapper):
             self._attach()
 
     def own_state(self) -> dict[str, Any]:
-        """The last norm, which `previous` clips by, and the count of skipped updates."""
+        """Return the last norm, which `previous` clips by, and the count of skipped updates."""
         own = {"norm": self.norm, "skipped": self.skipped, "steps": self._sums.steps}
         return {"gradients": own}
 
     def load_own_state(
         self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Restore what `own_state` returned, or start anew."""
+        """Restore the values of `own_state`, or the initial values."""
         saved = own.get("gradients", {"norm": None, "skipped": 0})
         self.norm, self.skipped = saved["norm"], int(saved["skipped"])
         self._sums = GradientSums(self.accumulate, self._sums.seed)
@@ -275,7 +260,7 @@ class ReleaseGradients(OptimizerWrapper):
     @torch.no_grad()
     @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
-        """A backward's gradient is complete: update, unless a sum must wait."""
+        """Apply a complete gradient in the backward, unless a sum must wait."""
         if param.grad is None:
             return
         self.enter()
@@ -291,12 +276,7 @@ class ReleaseGradients(OptimizerWrapper):
 
     @one_at_a_time
     def take(self, param: Tensor, grad: Tensor) -> None:
-        """Apply a gradient, or add it to the sum of its parameter's gradients.
-
-        Args:
-            param: One of this optimizer's.
-            grad: Its `.grad`.
-        """
+        """Apply a gradient, or add it to the sum of its parameter's gradients."""
         if self.accumulate > 1:
             self._check(param, grad)
             total = self._sums.add(param, self.number(param), grad)
@@ -306,11 +286,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._update(param, grad)
 
     def enter(self, at_end: Callable[[], None] = lambda: None) -> None:
-        """Record the backward in which a gradient arrives, unless one before it broke off.
-
-        Args:
-            at_end: Called when this backward ends, or when it is refused.
-        """
+        """Record the backward of a gradient; `at_end` is called when it ends or is refused."""
         refuse_capture()
         if self.backward.entered(at_end):
             at_end()
@@ -331,8 +307,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._done.add(param)
         norm = gradient_norms.norm_of(grad) if self._measures else 0.0
         if isinstance(norm, Tensor):
-            count = gradient_norms.count_of(self.state, param)
-            self._pending.append(PendingNorm(param, norm, count))
+            self._pending.append((param, norm, gradient_norms.count_of(self.state, param)))
         elif not self._add_norm(param, norm := norm / self.loss_scale):
             return
         if self.clip == "global_norm":
@@ -344,7 +319,7 @@ class ReleaseGradients(OptimizerWrapper):
         return [g["lr"] for g in self.param_groups if isinstance(g.get("lr"), float)]
 
     def _update_rest(self) -> None:
-        """Apply what a step finds: sums of fewer passes, gradients set by hand, what has waited."""
+        """Apply incomplete sums, gradients that were set by hand, and kept gradients."""
         for param, total in self._sums.rest():
             self._update(param, total)
         for param in self.params():
@@ -358,7 +333,7 @@ class ReleaseGradients(OptimizerWrapper):
                 self._apply(*waiting.pop(0), 0.0)
 
     def _set_factor(self) -> bool:
-        """Set the factor that clips by the global norm, or skip the step where it is not finite."""
+        """Set the factor that clips by the global norm; skip the step if it is not finite."""
         norm = math.sqrt(self._squares)
         if math.isfinite(norm):
             self._factor = min(1.0, self.limit / (norm + _TINY))
@@ -383,13 +358,13 @@ class ReleaseGradients(OptimizerWrapper):
     def _read_norms(self) -> None:
         """Read the pending norms, with one wait per device; count the skipped updates."""
         pending, self._pending = self._pending, []
-        values = uploads.read([one.norm for one in pending])
-        for one, value in zip(pending, values, strict=True):
-            if not self._add_norm(one.param, value / self.loss_scale):
-                gradient_norms.set_count(self.state, one.param, one.count)
+        values = gradient_norms.read([norm for _, norm, _ in pending])
+        for (param, _, count), value in zip(pending, values, strict=True):
+            if not self._add_norm(param, value / self.loss_scale):
+                gradient_norms.set_count(self.state, param, count)
 
     def _add_norm(self, param: Tensor, norm: float) -> bool:
-        """Add a gradient's norm to the global one; without a finite one its update is skipped."""
+        """Add a gradient's norm to the global norm; skip its update if it is not finite."""
         whole = self._pass == "measure" or self.clip == "global_norm"  # skips all or nothing
         if math.isfinite(norm) or whole:
             self._squares += norm * norm

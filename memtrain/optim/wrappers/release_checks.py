@@ -26,7 +26,7 @@ REQUIRED = (
 def check_options(
     clip: str, limit: float, loss_scale: float, accumulate: int, prefix: str = ""
 ) -> None:
-    """Raise ValueError for options of released gradients, whose names in errors have a prefix."""
+    """Raise ValueError for options out of range; `prefix` precedes their names in the error."""
     if accumulate < 1:
         raise ValueError(f"{prefix}accumulate={accumulate} is out of range; allowed: 1 or more")
     if accumulate > 1 and clip == "two_pass":
@@ -122,11 +122,8 @@ def check_separable(optimizer: Optimizer) -> None:
 def check_separate(params: Iterable[Tensor]) -> None:
     """Raise ValueError for parameters whose in-place updates count as changes of each other.
 
-    Views of one tensor (`weight.unbind()`) share its version counter: the update of one inside the
-    backward would spoil what autograd has saved of the others.
-
-    Args:
-        params: Of an optimizer or a model.
+    Views of one tensor (`weight.unbind()`) share its version counter: an update of one inside the
+    backward would invalidate the saved tensors of the others.
     """
     by_storage: dict[int, list[Tensor]] = defaultdict(list)
     for param in {id(param): param for param in params if param.requires_grad}.values():

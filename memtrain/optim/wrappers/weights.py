@@ -45,32 +45,16 @@ FORMATS = {
 
 
 def parse(weights: str) -> WeightFormat:
-    """Return the format with this name in a config.
-
-    Raises:
-        ValueError: For an unknown name.
-
-    Example:
-        >>> parse("bf16+8").nbytes
-        3
-    """
+    """Return the format with this name in a config."""
     if weights not in FORMATS:
         raise ValueError(f"weights={weights!r} is unknown; allowed: {', '.join(FORMATS)}")
     return FORMATS[weights]
 
 
 def keeps_float32(model: nn.Module) -> dict[Tensor, str]:
-    """Return the parameters that must stay float32, with the reason.
+    """Return the parameters that must stay float32, with the reason: those of batch norms.
 
-    Args:
-        model: The model.
-
-    Returns:
-        Batch norms' parameters: torch computes them in float32 with their running statistics.
-
-    Example:
-        >>> [why for why in keeps_float32(nn.BatchNorm1d(4)).values()]
-        ['kept: a norm with running statistics is float32', ...]
+    torch computes them in float32 with their running statistics.
     """
     norms = [m for m in model.modules() if hasattr(m, "running_mean")]
     why = "kept: a norm with running statistics is float32"
@@ -80,35 +64,33 @@ def keeps_float32(model: nn.Module) -> dict[Tensor, str]:
 class SplitWeights(OptimizerWrapper):
     """Steps an optimizer on float32 masters that exist only during their parameter's step.
 
-    A parameter is bfloat16 (or float16) for the forward and backward. For its step its master is
-    put together from it and its correction, the inner optimizer steps that in float32 with the
-    gradient in float32, and the master is split again (`kernels.step.split`, which states what is
-    lost). The fused optimizers' kernels do all that a block at a time; around other optimizers
-    masters are whole tensors for their step. So `bf16+16` trains as float32 masters do, `bf16+8` as
-    24-bit masters, `bf16+sr` with unbiased rounding, and `bf16` as plain bfloat16 parameters with
-    float32 optimizer states.
+    A parameter is bfloat16 or float16 in the forward and backward. In its step, the float32 master
+    is merged from the parameter and its correction, the inner optimizer steps the master with the
+    gradient in float32, and the master is split again. The kernels of fused optimizers do this
+    block by block; other optimizers step whole masters. `bf16+16` trains as float32 masters,
+    `bf16+8` as 24-bit masters, `bf16+sr` with unbiased rounding, and `bf16` as plain bfloat16
+    parameters with float32 optimizer states.
 
-    A weight that something else writes in place (`model.load_state_dict`, an average, DDP's first
-    broadcast) shows it by its version: it takes the new value, and its correction is dropped.
-    After `load_state_dict` of this optimizer corrections hold, whatever is loaded before the step.
+    If something else writes a weight in place (`model.load_state_dict`, an average, DDP's first
+    broadcast), the weight keeps the new value, and its correction becomes zero. Corrections that
+    `load_state_dict` of this optimizer loads stay until the next step.
 
     Args:
-        inner: A torch optimizer, or one with compressed states; its groups are shared. Its
-            float32 parameters are converted in place; those of the format's dtype stay, with
-            corrections of zero; others, and those in `keep`, are left alone.
-        weights: A name of `FORMATS`.
+        inner: A torch optimizer, or one with compressed states; its groups are shared. Its float32
+            parameters are converted in place. Those of the format's dtype get corrections of zero;
+            others, and those in `keep`, do not change.
+        weights: `bf16`, `bf16+sr`, `bf16+8`, `bf16+16`, `fp16`, `fp16+8` or `fp16+16`.
         seed: Feeds stochastic rounding.
-        keep: Parameters to leave alone.
-        frozen: Parameters that the optimizer does not hold; converted without a correction.
+        keep: Parameters that are not converted.
+        frozen: Parameters without an optimizer; converted without a correction.
 
     Raises:
-        ValueError: If `weights` is unknown, or a float32 parameter is sharded (a DTensor) already.
+        ValueError: If `weights` is unknown, or a float32 parameter is a DTensor.
 
     Memory:
-        2 bytes per parameter, and 0, 1 or 2 of correction. In `step()` no more with a fused
-        optimizer's kernels; else 8 bytes for each of 4 Mi elements (master and gradient in
-        float32), or of the largest parameter; of all parameters where the inner optimizer is not
-        known to be separable (`is_separable`).
+        2 bytes per parameter, and 0, 1 or 2 of correction. Without fused kernels, `step()` has
+        masters and gradients in float32 for 4 Mi elements or the largest parameter, or for all
+        parameters if the inner optimizer is not known to be separable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -146,18 +128,12 @@ class SplitWeights(OptimizerWrapper):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step the inner optimizer, a few parameters at a time.
-
-        Args:
-            closure: Recomputes the loss, once; optional.
-
-        Returns:
-            The closure's loss, or None.
+        """Step the inner optimizer, a few parameters at a time; return the closure's loss.
 
         Raises:
-            RuntimeError: For sparse gradients, or parameters that were replaced; nothing was
-                changed then.
-            TypeError: For a weight that has another dtype by now; nothing was changed then.
+            RuntimeError: For sparse gradients, or parameters that were replaced. Nothing has
+                changed.
+            TypeError: For a weight whose dtype has changed. Nothing has changed.
         """
         refuse_capture()
         self.refuse_replaced(self.corrections)
@@ -211,14 +187,7 @@ class SplitWeights(OptimizerWrapper):
             self._convert(self.param_groups[-1]["params"])
 
     def master(self, param: Tensor) -> Tensor:
-        """Return the float32 value of a parameter: a new tensor, sharded as the parameter is.
-
-        Args:
-            param: One of the optimizer's.
-
-        Returns:
-            float32, of the parameter's shape.
-        """
+        """Return the float32 value of a parameter: a new tensor, sharded as the parameter is."""
         if param not in self.corrections or param.dtype != self.format.dtype:
             return param.detach().float()
         self._drop_stale(param)
@@ -226,12 +195,7 @@ class SplitWeights(OptimizerWrapper):
 
     @torch.no_grad()
     def set_master(self, param: Tensor, value: Tensor) -> None:
-        """Set the float32 value of a parameter: its 16-bit weight and its correction.
-
-        Args:
-            param: One of the optimizer's.
-            value: Of its shape, sharded as it is.
-        """
+        """Set the float32 value of a parameter: its 16-bit weight and its correction."""
         if param in self.corrections:
             self._write(param, value.detach().to(param.device, torch.float32))
         else:
@@ -239,11 +203,7 @@ class SplitWeights(OptimizerWrapper):
 
     @torch.no_grad()
     def restore(self) -> Optimizer:
-        """Convert parameters back to float32; the inner optimizer may step again.
-
-        Returns:
-            The inner optimizer.
-        """
+        """Convert parameters back to float32, and return the inner optimizer."""
         for param, dtype in self._before.items():
             set_dtype(param, self.master(param).to(dtype))
         self.corrections.clear()
@@ -367,12 +327,7 @@ class SplitWeights(OptimizerWrapper):
 
 
 def set_dtype(param: Tensor, value: Tensor) -> None:
-    """Replace a parameter's value by one of another dtype, and convert its gradient.
-
-    Args:
-        param: Changed in place.
-        value: The new value, of the same shape; not copied.
-    """
+    """Replace a parameter's value by one of another dtype, and convert its gradient."""
     grad, param.grad = param.grad, None
     param.data = value
     if grad is not None:

@@ -15,7 +15,8 @@ from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.per_parameter import positions_of
+from memtrain.optim.states.per_parameter import group_of, number_of, positions_of
+from memtrain.optim.states.plain_checkpoints import restore_dtypes, share_groups
 from memtrain.optim.states.shards import in_zero
 from memtrain.optim.states.targets import Target
 
@@ -26,6 +27,7 @@ FORMAT = 1
 
 CHUNK = 2**22
 """Elements whose float32 masters exist at once; a larger parameter is stepped alone."""
+_RUNTIME = ("step", "_zero_grad_profile_name", "_positions")  # what copies and pickles lack
 
 
 class WeakRef(Generic[T]):
@@ -67,12 +69,9 @@ def step_targets(
     targets: Sequence[Target],
     masters: Mapping[Tensor, Tensor] = MappingProxyType({}),
 ) -> None:
-    """Step some of an optimizer's parameters; hooks are not called.
+    """Step some parameters of a plain or compressed optimizer, without its hooks.
 
-    Args:
-        optimizer: A plain or compressed optimizer.
-        targets: Parameters of its groups. Their gradients stay.
-        masters: Parameter -> a leaf to step in its place, which has its states during the step.
+    `masters` maps a parameter to a leaf that is stepped in its place, with its states.
     """
     if isinstance(optimizer, FusedStates):
         optimizer.step_targets(targets)
@@ -80,7 +79,7 @@ def step_targets(
     positions, found = positions_of(optimizer), dict[int, tuple[dict[str, Any], dict[str, Any]]]()
     gradients: list[tuple[Tensor, Tensor | None]] = []
     for param, grad, *_ in allowed(targets):
-        group = positions.group(param, optimizer.param_groups)
+        group = group_of(optimizer, param, optimizer.param_groups)
         alone, _ = found.setdefault(id(group), ({**group, "params": []}, group))
         leaf = masters.get(param, param)
         alone["params"].append(leaf)
@@ -120,11 +119,7 @@ def _step_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 class OptimizerWrapper(Optimizer):
     """Base of optimizers around another optimizer, with the same groups, states and hooks.
 
-    Args:
-        inner: The optimizer inside. It refuses its own `step` until `release_inner`.
-
-    Raises:
-        TypeError: If the optimizer cannot step some parameters at a time (LBFGS).
+    The optimizer inside refuses its own `step` until `release_inner`.
     """
 
     _looked = False
@@ -146,14 +141,7 @@ class OptimizerWrapper(Optimizer):
         inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
 
     def refuse_replaced(self, known: Iterable[Tensor]) -> None:
-        """Raise at the first step or gradient if parameters were replaced since `wrap`.
-
-        Args:
-            known: Parameters that have hooks or corrections.
-
-        Raises:
-            RuntimeError: If the groups lack one of them. Nothing has changed then.
-        """
+        """Raise at the first step or gradient if the groups lack a parameter in `known`."""
         if self._looked:
             return
         gone = set(known) - set(self.params())
@@ -202,7 +190,7 @@ class OptimizerWrapper(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
-        return {k: v for k, v in own.items() if k not in ("step", "_zero_grad_profile_name")}
+        return {k: v for k, v in own.items() if k not in _RUNTIME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -223,7 +211,7 @@ class OptimizerWrapper(Optimizer):
 
     def number(self, param: Tensor) -> int:
         """Return a parameter's position among the parameters of all groups."""
-        return positions_of(self).number(param, self.param_groups)
+        return number_of(self, param, self.param_groups)
 
     def step_targets(self, targets: Sequence[Target]) -> None:
         """Step some parameters now."""
@@ -296,43 +284,14 @@ class OptimizerWrapper(Optimizer):
         own = {**state_dict.get(OWN, {}), **checkpoint_options.found(state_dict)}
         if (number := own.get("format", FORMAT)) != FORMAT:
             raise ValueError(f"memtrain's state has format {number}; allowed: {FORMAT}")
-        states = _by_parameter(self.param_groups, state_dict)
+        found = checkpoint_options.numbered(self.param_groups, state_dict)
+        states = {param: state_dict["state"][number] for number, param, _ in found}
         self.check_own_state(own, states)
         groups = self.inner.param_groups
         if not isinstance(self.inner, OptimizerWrapper):
             state_dict = checkpoint_options.without(state_dict)
         self.inner.load_state_dict(state_dict)
         if not isinstance(self.inner, OptimizerWrapper | CompressedStates):
-            _share_groups(self.inner, groups)
-            _restore_dtypes(self.inner, state_dict)
+            share_groups(self.inner, groups)
+            restore_dtypes(self.inner, state_dict)
         self.load_own_state(own, states)
-
-
-def _by_parameter(
-    groups: list[dict[str, Any]], state_dict: Mapping[str, Any]
-) -> dict[Tensor, dict[str, Any]]:
-    """Map each parameter to its states in a checkpoint, by the position in its group."""
-    found = {}
-    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
-        for number, param in zip(saved["params"], group["params"], strict=False):
-            found[param] = state_dict["state"].get(number, {})
-    return found
-
-
-def _share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
-    # Optimizer.load_state_dict makes new dicts: put their values into those that others hold.
-    for old, new in zip(groups, optimizer.param_groups, strict=True):
-        old.clear()
-        old.update(new)
-    optimizer.param_groups = groups
-
-
-def _restore_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
-    # Optimizer.load_state_dict casts states to the parameter's dtype: float32 moments to bfloat16.
-    for saved, group in zip(loaded["param_groups"], optimizer.param_groups, strict=True):
-        for index, param in zip(saved["params"], group["params"], strict=True):
-            for name, value in loaded["state"].get(index, {}).items():
-                own = optimizer.state[param].get(name)
-                if isinstance(value, Tensor) and isinstance(own, Tensor):
-                    own_device = own.device
-                    optimizer.state[param][name] = value.detach().to(own_device, copy=True)
