@@ -140,11 +140,9 @@ def restore(optimizer: Optimizer) -> Optimizer:
 
 
 def _plain(optimizer: Any) -> Optimizer:
-    params = [p for p, _, _ in on_each(optimizer.param_groups)]
-    original = optimizer.plain_class()(params)
+    original = optimizer.plain_class()([p for p, _, _ in on_each(optimizer.param_groups)])
     for group in optimizer.param_groups:
-        for name, value in original.defaults.items():
-            group.setdefault(name, value)
+        group.update({**original.defaults, **group})
     original.param_groups = optimizer.param_groups
     return original
 

@@ -90,7 +90,7 @@ def _rows(
     min_elements: int,
     kind: type[FusedStates] | None = None,
 ) -> list[layout.StateRow]:
-    fused = _fused(optimizer, kind)
+    fused = type(optimizer) if isinstance(optimizer, FusedStates) else kind
     least = max(min_elements, getattr(choose, "min_elements", -1))
     rows = []
     for param, group, name in on_each(optimizer.param_groups):
@@ -116,15 +116,8 @@ def _rows(
     return rows
 
 
-def _fused(optimizer: Optimizer, kind: type[FusedStates] | None) -> FusedStates | None:
-    """Return the fused optimizer, or one without parameters of the class that it would become."""
-    if kind is not None:
-        return object.__new__(kind)
-    return optimizer if isinstance(optimizer, FusedStates) else None
-
-
 def _values(
-    optimizer: Optimizer, param: Tensor, group: dict[str, Any], fused: FusedStates | None
+    optimizer: Optimizer, param: Tensor, group: dict[str, Any], fused: type[FusedStates] | None
 ) -> dict[str, Any]:
     if optimizer.state.get(param):
         return dict(optimizer.state[param])

@@ -50,6 +50,14 @@ def test_a_group_added_later_is_stepped(name):
     step_equally((late, optimizer), (alone, make(name, [alone], lr=0.05)))
 
 
+@every
+def test_a_group_of_an_iterator_has_its_parameters(name):
+    optimizer = make(name, [parameter(5)])
+    more = [parameter(80, 80), parameter(5)]
+    optimizer.add_param_group({"params": iter(more)})
+    assert [*map(id, optimizer.param_groups[-1]["params"])] == [*map(id, more)]
+
+
 @pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
 @pytest.mark.parametrize("name", ADAMS)
 def test_what_has_no_kernel_is_refused(name, option):

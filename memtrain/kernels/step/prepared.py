@@ -59,9 +59,9 @@ class PreparedStep:
         for entry in entries:
             check_entry(entry)
         self._entries = [*entries]
-        self._by_reference: list[int] = []
-        self._copied: list[int] = []
-        self._sharded: list[int] = []
+        self._by_reference: list[Entry] = []
+        self._copied: list[Entry] = []
+        self._sharded: list[Entry] = []
         self._count = len(entries)
         self.lasting = True
         """Whether later steps can reuse the tables."""
@@ -79,7 +79,7 @@ class PreparedStep:
         """Assign an entry to a kernel group, the reference or the sharded step."""
         entry, simulated = self._entries[k], is_simulated()
         if entry.shard is not None and (simulated or entry.kind in ROWS_AND_COLUMNS):
-            self._sharded.append(k)
+            self._sharded.append(entry)
             return
         served = chosen != "reference" and is_supported(entry)
         if entry.guard is not None and not (served and chosen == "triton"):
@@ -90,10 +90,10 @@ class PreparedStep:
         if not entry.param.numel():
             return
         if not served:
-            self._by_reference.append(k)
+            self._by_reference.append(entry)
             return
         if not is_contiguous(entry):
-            self._copied.append(k)
+            self._copied.append(entry)
             return
         if not entry.grad.is_contiguous():
             self.lasting = False
@@ -112,20 +112,20 @@ class PreparedStep:
         """Make the step of the entries, or of other inputs if the step is `lasting`."""
         entries, self._entries = self._entries, []
         if inputs is None:
-            self._run_others(entries)
+            self._run_others()
             inputs = inputs_of(entries)
         for positions, group in self._groups:
             group.step(inputs if len(positions) == self._count else inputs.at(positions))
 
-    def _run_others(self, entries: Sequence[Entry]) -> None:
-        for k in self._by_reference:
-            step_reference(entries[k])
-        for some in _batches([entries[k] for k in self._copied]):
+    def _run_others(self) -> None:
+        for entry in self._by_reference:
+            step_reference(entry)
+        for some in _batches(self._copied):
             _step_copied(some)
         if self._sharded and not is_simulated():
             from memtrain.kernels.step import sharded
 
-            sharded.step([entries[k] for k in self._sharded])
+            sharded.step(self._sharded)
 
 
 def _batches(entries: Sequence[Entry]) -> Iterator[list[Entry]]:

@@ -109,7 +109,7 @@ def split(
     ties to even, or stochastically: up with the probability of the lost part, over 2**16 levels.
 
     float16: the weight is rounded to nearest, ties to even, and the correction counts 2**-c of the
-    weight's ulp, rounded to nearest and held inside its dtype. c = 16 loses nothing of a master
+    weight's ulp, rounded to nearest and clamped to its dtype. c = 16 loses nothing of a master
     that is a normal float16 in magnitude (2**-14 to 65504), c = 8 at most 2**-8 of the ulp.
 
     Inf stays Inf. NaN stays NaN, with a correction of 0. A finite master
@@ -139,21 +139,7 @@ def split(
 
 
 def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
-    """The master that `split` wrote: the inverse.
-
-    Args:
-        weight: bfloat16 or float16, any shape.
-        correction: int8, int16 or None, of the weight's shape.
-
-    Returns:
-        float32, of the weight's shape (and strides, where it is dense).
-
-    Raises:
-        TypeError: If a dtype is not one named above.
-        ValueError: If the shapes differ.
-
-    Memory:
-        4 bytes per element.
+    """Return the float32 master of `split`, with the strides of a dense weight.
 
     Example:
         >>> merge(torch.ones(1, dtype=torch.bfloat16), torch.tensor([-1], dtype=torch.int16)).item()
@@ -169,7 +155,7 @@ def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
 def _pieces(
     master: Tensor, weight: Tensor, correction: Tensor | None
 ) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
-    """The three tensors, or views of some rows of each."""
+    """Yield the three tensors, or views of some rows of each."""
     rows = max(1, _PIECE * len(master) // max(1, master.numel())) if master.dim() else 1
     if master.numel() <= _PIECE or rows >= len(master):
         yield master, weight, correction
@@ -233,7 +219,7 @@ def _split_float16(master: Tensor, weight: Tensor, correction: Tensor | None) ->
 
 
 def _ulp(x: Tensor) -> Tensor:
-    """The distance of float16 numbers at `x`, as float32; 0 where it is Inf or NaN."""
+    """Return the distance of float16 numbers at `x`, as float32; 1 for Inf and NaN."""
     exponent = (x.contiguous().view(torch.int16).to(torch.int32) & 0x7C00) >> 10
     ulp = ((exponent.clamp(min=1) + 102) << 23).view(torch.float32)  # 2**(exponent - 25)
     return torch.where(exponent == 31, 1.0, ulp)

@@ -61,12 +61,12 @@ class Entry(NamedTuple):
     @property
     def kind(self) -> str:
         """The kind of the last state's codec; "none" without a state."""
-        return _kind(self.codecs)[0]
+        return self.codecs[-1].kind if self.codecs else "none"
 
     @property
     def bits(self) -> int:
         """Bits per element of the first state; 0 without a state."""
-        return _kind(self.codecs)[1]
+        return self.codecs[0].bits if self.codecs else 0
 
     @property
     def draws(self) -> bool:
@@ -80,13 +80,6 @@ class Entry(NamedTuple):
         return (shape[0], shape[1:].numel()) if shape else (1, 1)
 
 
-@lru_cache(maxsize=256)
-def _kind(codecs: tuple[Codec, ...]) -> tuple[str, int]:
-    """Return `Entry.kind` and `Entry.bits`, cached: a step asks for each entry."""
-    return (codecs[-1].kind, codecs[0].bits) if codecs else ("none", 0)
-
-
-@lru_cache(maxsize=256)
 def _draws(rule: str, codecs: tuple[Codec, ...]) -> bool:
     return bool(codecs) and codecs[0].bits == 4 and (rule == "lion" or codecs[0].drawn)
 

@@ -16,32 +16,19 @@ class AdamW4bit(FusedStates):
 
     Same update as `torch.optim.AdamW`, and as `torch.optim.Adam` with
     `decoupled_weight_decay=False`. Parameters may be float32, bfloat16 or float16 (the update is
-    made in float32 and rounded once). NaN or Inf in a gradient affects the same element, as in
+    computed in float32 and rounded once). NaN or Inf in a gradient affects the same element, as in
     torch, and the moments of its block: skip such steps, as `GradScaler` does.
     A coordinate whose gradient is always zero does not move.
 
     `second` may be `"Rank-1/Linear"`, `"B128/Linear"` or `"factored"`, each with a fused kernel;
     with other compressors, each parameter is updated separately, with float32 moments.
 
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate; a float or a tensor of one element.
-        betas: Decay of the first and of the second moment.
-        eps: Added to the denominator.
-        weight_decay: By default 0.01 where it is decoupled from the gradient, else 0, as in torch.
-        first: Name of the first moment's compressor, see `compressors.named`. `"B128/DE+SR"` rounds
-            stochastically, by the random bits of `Lion4bit`: the loss is lower in short runs.
-        second: Name of the second moment's compressor. Where rank-1's or factored's vectors cost
-            over 0.08 bytes per parameter, and for 1-d parameters, blocks serve instead (see
-            `describe`).
-        min_elements: Parameters of at most so many elements keep float32 states.
-        maximize: Ascend.
-        decoupled_weight_decay: AdamW's form, or Adam's.
-        amsgrad: Refused unless False: its running maximum has no fused kernel.
-        capturable: Refused unless False: a CUDA graph cannot capture the step.
-        differentiable: Refused unless False.
-        foreach: Taken and ignored: every step is fused.
-        fused: Taken and ignored.
+    Other arguments are those of `torch.optim.AdamW`. `amsgrad`, `capturable` and `differentiable`
+    are refused; `foreach` and `fused` have no effect. `first` and `second` are the compressors of
+    the moments (`compressors.named`). `first="B128/DE+SR"` rounds stochastically, with the random
+    bits of `Lion4bit`: the loss is lower in short runs. If the vectors of rank-1 or factored states
+    cost over 0.08 bytes per parameter, and for 1-d parameters, blocks are used (see `describe`).
+    Parameters with at most `min_elements` elements keep float32 states.
 
     Raises:
         ValueError: If a number is out of range, a name is unknown, or an option is refused.
@@ -108,7 +95,7 @@ class AdamW4bit(FusedStates):
         super().__init__(params, defaults, first=first, second=second, min_elements=min_elements)
 
     def plain_class(self) -> type[Optimizer]:
-        """As `FusedStates.plain_class`; the groups' weight decay decides."""
+        """Return `Adam` if a group's weight decay is not decoupled."""
         decoupled = all(g.get("decoupled_weight_decay", True) for g in self.param_groups)
         return AdamW if decoupled else Adam
 

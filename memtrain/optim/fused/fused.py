@@ -8,7 +8,6 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.compressors.base import Compressor
 from memtrain.kernels import cpu
@@ -54,14 +53,8 @@ class FusedStates(CompressedStates):
     """Base class of the fused optimizers: `step`, state creation and argument checks.
 
     A subclass sets `update_rule` (the kernel), `plain` (the equivalent torch optimizer) and `names`
-    (the states), and implements `scalars`.
-
-    Args:
-        params: Parameters or groups of them.
-        defaults: Defaults of the groups' options.
-        first: Name of the compressor of signed states, by default `first_default`.
-        second: Name of the compressor of states that are never negative.
-        min_elements: Parameters with at most this many elements keep float32 states.
+    (the states), and implements `scalars`. `first` and `second` are the compressors of signed and
+    of non-negative states. Parameters with at most `min_elements` elements keep float32 states.
     """
 
     separable: ClassVar[bool] = True
@@ -75,7 +68,7 @@ class FusedStates(CompressedStates):
     """Whether each parameter's state has a counter of steps."""
 
     def __init_subclass__(cls) -> None:
-        """Refuse names of states whose sign is not known: it decides their codebook."""
+        """Refuse names of states with an unknown sign, which decides the codebook."""
         for name in cls.names:
             if name not in (*layout.SIGNED, *layout.UNSIGNED):
                 raise TypeError(f"state {name!r} of {cls.__name__} is in no list of states' signs")
@@ -129,19 +122,20 @@ class FusedStates(CompressedStates):
         return self.plain
 
     def check(self, group: dict[str, Any]) -> None:
-        """As `CompressedStates.check`."""
+        """Raise `ValueError` for options that are out of range or not supported."""
         super().check(group)
         for name, why in REFUSED.items():
             if group.get(name):
                 raise ValueError(f"{type(self).__name__} has no {name}: {why}")
         check_numbers(group)
 
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
+    @classmethod
+    def state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the states that a parameter of a group has, without its step counter."""
-        return self.names
+        return cls.names
 
     def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str]:
-        """As `CompressedStates.plain_names`."""
+        """Return the names of the states in the plain optimizer."""
         return (*self.names, "step") if self.counts else self.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -156,13 +150,7 @@ class FusedStates(CompressedStates):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient.
-
-        Args:
-            closure: Recomputes the loss; optional.
-
-        Returns:
-            The closure's loss, or None.
+        """Update every parameter that has a gradient; return the closure's loss.
 
         Raises:
             RuntimeError: For sparse gradients, for parameters on the meta device, and while a CUDA
@@ -275,18 +263,9 @@ class FusedStates(CompressedStates):
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]
     ) -> tuple[list[Compressor], tuple[Codec, ...] | None]:
-        """Return the compressors of a parameter's states and the kernels' codecs, cached."""
-        kept = self._codecs.get(param)
-        if kept is None:
-            kept = self._codecs[param] = {}
-        if names not in kept:
-            compressors = [self.compressor(param, name)[0] for name in names]
-            kept[names] = (compressors, self.codecs(compressors))
-        return kept[names]
-
-    @cached_property
-    def _codecs(self) -> Any:
-        return WeakIdKeyDictionary()
+        """Return the compressors of a parameter's states and the kernels' codecs."""
+        compressors = [self.compressor(param, name)[0] for name in names]
+        return compressors, self.codecs(compressors)
 
     def _step_whole(
         self,
@@ -349,13 +328,7 @@ class FusedStates(CompressedStates):
                 f"the states of a parameter of shape {tuple(param.shape)} lack {missing}; "
                 f"found: {sorted(values)}"
             )
-        for name in self.names:
-            value = values.get(name)
-            if isinstance(value, Tensor) and value.shape != param.shape:
-                raise ValueError(
-                    f"state {name!r} has shape {tuple(value.shape)}, its parameter "
-                    f"{tuple(param.shape)}"
-                )
+        layout.check_shapes(param, values, dict.fromkeys(self.names, param.shape))
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.

@@ -1,4 +1,4 @@
-"""Lion: a plain one in float32, and fused ones with the momentum in 4 or 8 bits."""
+"""Lion in plain torch, and fused optimizers with its momentum in 4 or 8 bits."""
 
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -17,7 +17,7 @@ from memtrain.optim.states.targets import parts_of, refuse_sparse
 
 
 class Lion(Optimizer):
-    """Lion in plain torch, its momentum of the parameter's dtype: what `Lion4bit` is held against.
+    """Lion in plain torch, with a momentum of the parameter's dtype.
 
     Args:
         params: Parameters or groups of them.
@@ -44,7 +44,6 @@ class Lion(Optimizer):
     """
 
     separable = True
-    """Each parameter is stepped from its own gradient and states."""
 
     def __init__(
         self,
@@ -62,16 +61,10 @@ class Lion(Optimizer):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """One update of every parameter that has a gradient.
-
-        Args:
-            closure: Recomputes the loss; optional.
-
-        Returns:
-            The closure's loss, or None.
+        """Update every parameter that has a gradient; return the closure's loss.
 
         Raises:
-            RuntimeError: For sparse gradients; nothing was changed then.
+            RuntimeError: For sparse gradients. Nothing has changed.
         """
         loss = closure_loss(closure)
         parts = parts_of(self.param_groups)
@@ -93,20 +86,13 @@ class Lion(Optimizer):
 class Lion4bit(FusedStates):
     """Lion whose momentum is kept in blocks of 128 codes of 4 bits.
 
-    Same update as `Lion`, made in float32 and rounded once. A coordinate whose gradient is always
-    zero does not move: its momentum stays 0. Rounding to nearest would discard the 1% by which a
-    step changes the momentum, so the momentum is rounded stochastically. The random bits are a hash
-    of the element's momentum and weight (`update_rules.drawn`): a repeated or resumed run gives the
-    same result.
+    Same update as `Lion`, computed in float32 and rounded once. A coordinate whose gradient is
+    always zero does not move. Rounding to nearest would discard the 1% by which a step changes the
+    momentum, so the momentum is rounded stochastically. The random bits are a hash of the element's
+    momentum and weight: a repeated or resumed run gives the same result.
 
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate; a float or a tensor of one element.
-        betas: Weight of the momentum in the update, and its decay.
-        weight_decay: Decoupled from the gradient.
-        first: Name of the momentum's compressor, see `compressors.named`.
-        min_elements: Parameters of at most so many elements keep a float32 momentum.
-        maximize: Ascend.
+    Other arguments are those of `Lion`. `first` is the compressor of the momentum
+    (`compressors.named`); parameters with at most `min_elements` elements keep a float32 momentum.
 
     Raises:
         ValueError: If a number is out of range, or a name is unknown.

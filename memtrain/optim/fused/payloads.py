@@ -56,6 +56,7 @@ def counter_dtype() -> torch.dtype:
     return torch.float64 if torch.get_default_dtype() == torch.float64 else torch.float32
 
 
+@cache
 def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
     """Return the kernels' codec that equals a compressor, or None.
 

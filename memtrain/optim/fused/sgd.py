@@ -17,25 +17,12 @@ from memtrain.optim.states.targets import Target
 class SGD4bit(FusedStates):
     """SGD whose momentum is kept in blocks of 128 codes of 4 bits.
 
-    Same update as `torch.optim.SGD`: momentum, dampening, Nesterov's form, weight decay,
-    `maximize`. Parameters may be float32, bfloat16 or float16 (the update is made in float32 and
-    rounded once). A coordinate whose gradient is always zero does not move.
+    Same update as `torch.optim.SGD`. Parameters may be float32, bfloat16 or float16 (the update is
+    computed in float32 and rounded once). A coordinate whose gradient is always zero does not move.
 
-    Args:
-        params: Parameters or groups of them.
-        lr: Learning rate; a float or a tensor of one element.
-        momentum: Decay of the buffer; without it there is no state.
-        dampening: How much less of the gradient the buffer takes; not in the first step, where
-            the buffer is the gradient, as in torch.
-        weight_decay: Times the parameter, added to the gradient.
-        nesterov: Step by `g + momentum * buffer`.
-        first: Name of the buffer's compressor, see `compressors.named`.
-        min_elements: Parameters of at most so many elements keep a float32 buffer.
-        maximize: Ascend.
-        capturable: Refused unless False, as in `AdamW4bit`.
-        differentiable: Refused unless False.
-        foreach: Taken and ignored: every step is fused.
-        fused: Taken and ignored.
+    Other arguments are those of `torch.optim.SGD`. `capturable` and `differentiable` are refused;
+    `foreach` and `fused` have no effect. `first` is the compressor of the buffer
+    (`compressors.named`); parameters with at most `min_elements` elements keep a float32 buffer.
 
     Raises:
         ValueError: If a number is out of range, a name is unknown, or an option is refused.
@@ -100,9 +87,10 @@ class SGD4bit(FusedStates):
                 f"{group['momentum']}, dampening={group['dampening']}"
             )
 
-    def state_names(self, group: dict[str, Any]) -> tuple[str, ...]:
-        """No buffer without momentum."""
-        return self.names if group["momentum"] else ()
+    @classmethod
+    def state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
+        """Return no buffer without momentum."""
+        return cls.names if group["momentum"] else ()
 
     def scalars(self, group: dict[str, Any], turn: float) -> SGDScalars:
         """As `FusedStates.scalars`."""

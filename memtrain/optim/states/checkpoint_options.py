@@ -53,12 +53,7 @@ def found(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the checkpoint of a plain optimizer: without corrections, the option empty.
-
-    Example:
-        >>> without({"state": {0: {"weight_correction": 1}}, "param_groups": [{"memtrain": (1,)}]})
-        {'state': {}, 'param_groups': [{'memtrain': ()}]}
-    """
+    """Return the checkpoint of a plain optimizer: without corrections, the option empty."""
     states = {
         number: {name: value for name, value in values.items() if name != CORRECTION}
         for number, values in state_dict["state"].items()
@@ -91,12 +86,7 @@ def marked(state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def unmarked(state_dict: dict[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with the count of steps that `marked` replaced.
-
-    Example:
-        >>> unmarked({"state": {0: {"step": _MARK + b"3.0"}}})
-        {'state': {0: {'step': tensor(3.)}}}
-    """
+    """Return a checkpoint with the count of steps that `marked` replaced."""
     dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
     states = dict(state_dict["state"])
     # torch.distributed.checkpoint loads bytes under the number's text, beside the old count.

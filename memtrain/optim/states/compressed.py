@@ -96,6 +96,8 @@ class CompressedOptimizer(CompressedStates):
         if self.original is None:  # inside __init__
             super().add_param_group(param_group)
             return
+        if not isinstance(param_group["params"], Tensor | set):  # as torch, before it is read twice
+            param_group["params"] = list(param_group["params"])
         self.check({**self.defaults, **param_group})
         self._refuse_fused_only(self.original, {**self.defaults, **param_group})
         self.original.add_param_group(param_group)
@@ -106,15 +108,13 @@ class CompressedOptimizer(CompressedStates):
     def _refuse_fused_only(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Raise if a state that the optimizer will create has a compressor of fused steps."""
         params = group["params"]
-        for param in [params] if isinstance(params, Tensor) else list(params):
+        for param in [params] if isinstance(params, Tensor) else params:
             if not isinstance(param, Tensor) or param.numel() <= self.min_elements:
                 continue
-            asked = self.choose(param, "exp_avg")  # decided where there is such a state
-            if isinstance(asked, Keep) or not asked.fused_only:
+            chosen = self.choose(param, "exp_avg")
+            if isinstance(chosen, Keep) or not chosen.fused_only:
                 continue
-            chosen = layout.decide(param, self.choose, "exp_avg")[0]
-            if not chosen.fused_only:
-                continue
+            chosen, _ = layout.decide(param, self.choose, "exp_avg")
             tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
             if "exp_avg" in first_states(optimizer, tiny, {**group, "params": [tiny]}, "cpu"):
                 layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
@@ -187,13 +187,7 @@ class CompressedOptimizer(CompressedStates):
                 f"states {sorted(values)} of a parameter of shape {tuple(param.shape)}, which "
                 f"needs {sorted(shapes)}"
             )
-        for name, shape in shapes.items():
-            value = values.get(name)
-            if isinstance(value, Tensor) and value.shape != shape:
-                raise ValueError(
-                    f"state {name!r} has shape {tuple(value.shape)}, and a parameter of shape "
-                    f"{tuple(param.shape)} needs {shape}"
-                )
+        layout.check_shapes(param, values, shapes)
 
     @contextmanager
     def _states_in(

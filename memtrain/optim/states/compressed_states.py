@@ -1,6 +1,6 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -88,16 +88,13 @@ class CompressedStates(Optimizer):
         self.defaults = original.defaults
         optimizer_hooks.share(self, original)
         original.state.clear()
-        self._methods = {name: vars(original).get(name) for name in _TAKEN_OVER}
-        vars(original).update(dict.fromkeys(_TAKEN_OVER, _refuse_step))
+        self._methods = refuse_methods(original, _TAKEN_OVER)
 
     def give_back(self) -> Optimizer | None:
         """Detach and return the original optimizer; restore its methods."""
         original, self.original = self.original, None
-        for name, own in self._methods.items() if original is not None else ():
-            vars(original).pop(name, None)
-            if own is not None:
-                setattr(original, name, own)
+        if original is not None:
+            restore_methods(original, self._methods)
         return original
 
     def notify_schedulers(self) -> None:
@@ -286,6 +283,21 @@ def _refuse_step(*args: Any, **kwargs: Any) -> None:
 
 
 _refuse_step._wrapped_by_lr_sched = True  # pyright: ignore[reportFunctionMemberAccess]
+
+
+def refuse_methods(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]:
+    """Make methods of an optimizer raise; return what its instance had in their place."""
+    methods = {name: vars(optimizer).get(name) for name in names}
+    vars(optimizer).update(dict.fromkeys(names, _refuse_step))
+    return methods
+
+
+def restore_methods(optimizer: Optimizer, methods: Mapping[str, Any]) -> None:
+    """Undo `refuse_methods`."""
+    for name, own in methods.items():
+        vars(optimizer).pop(name, None)
+        if own is not None:
+            setattr(optimizer, name, own)
 
 
 def is_taken_over(optimizer: Optimizer) -> bool:

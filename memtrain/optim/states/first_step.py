@@ -73,11 +73,6 @@ def first_states(
     Only the parameter's shape, dtype and `grad_dtype` are read; the optimizer is not changed. The
     step runs on `device`, and its errors pass through. The states of a sharded parameter are those
     of the whole.
-
-    Example:
-        >>> adamw = torch.optim.AdamW([torch.nn.Parameter(torch.ones(2))])
-        >>> first_states(adamw, torch.ones(2), adamw.param_groups[0])["exp_avg"].device
-        device(type='meta')
     """
     like = torch.zeros(param.shape, dtype=param.dtype, device=device, requires_grad=True)
     kind = gradient_dtype(param)

@@ -33,13 +33,6 @@ def is_separable(optimizer: Optimizer) -> bool:
 
     torch's classes may, and classes with the attribute `separable = True`, as memtrain's. Others,
     subclasses of torch's too, may couple parameters: Prodigy's step size comes from all gradients.
-
-    Example:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> class Mine(torch.optim.SGD): ...
-        >>> is_separable(torch.optim.SGD([weight])), is_separable(Mine([weight]))
-        (True, False)
     """
     kind = type(chain(optimizer)[-1])
     return kind in SEPARABLE or getattr(kind, "separable", False)
@@ -50,13 +43,6 @@ def is_tested(optimizer: Optimizer) -> bool:
 
     Other classes, subclasses of torch's too, may use states of the same names in another way: an
     error of 4 bits then affects all later steps, as in SOAP and D-Adaptation.
-
-    Example:
-        >>> import torch
-        >>> class Mine(torch.optim.AdamW): ...
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> is_tested(torch.optim.AdamW([weight])), is_tested(Mine([weight]))
-        (True, False)
     """
     kind = type(chain(optimizer)[-1])
     if kind in SEPARABLE:

@@ -42,10 +42,10 @@ class Choice:
 
     Attributes:
         first: Name of the compressor of signed states (`named`).
-        second: Name of the compressor of `exp_avg_sq`-like states, which are never negative.
+        second: Name of the compressor of states that are never negative (`exp_avg_sq`).
         bits: Bits per code of both, 2 to 8.
-        seed: Feeds the stochastic rounding of `+SR` names that no fused kernel serves.
-        min_elements: Parameters of at most so many elements keep exact states.
+        seed: Feeds the stochastic rounding of `+SR` names without a fused kernel.
+        min_elements: Parameters with at most this many elements keep exact states.
 
     Raises:
         ValueError: If a name is unknown.
@@ -251,6 +251,17 @@ def check_payloads(compressors: Iterable[Compressor], stored: Iterable[Any], lik
         except ValueError as error:
             hint = "Make a new optimizer for a parameter that has changed its size"
             raise ValueError(f"a state: {error}. {hint}") from None
+
+
+def check_shapes(param: Tensor, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise `ValueError` for a plain state of another shape than that of its name."""
+    for name, shape in shapes.items():
+        value = values.get(name)
+        if isinstance(value, Tensor) and value.shape != shape:
+            raise ValueError(
+                f"state {name!r} has shape {tuple(value.shape)}, and a parameter of shape "
+                f"{tuple(param.shape)} needs {tuple(shape)}"
+            )
 
 
 def is_packed(value: Any, parts: Collection[str]) -> bool:

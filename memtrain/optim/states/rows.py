@@ -76,19 +76,9 @@ def from_rows(
 ) -> dict[str, Tensor] | Tensor:
     """Return the payload of this process's rows, bit for bit.
 
-    Blocks of a parameter that is not split cross rows. Such values are decoded. Quantising them
-    again moves each by at most one quantisation step.
-
-    Args:
-        compressor: The state's.
-        saved: Result of `to_rows`, or whole plain tensors of the same names.
-        param: Sharded or not.
-
-    Returns:
-        A payload, or decoded values of the part's shape.
-
-    Raises:
-        ValueError: If the checkpoint is of another compressor or shape.
+    `saved` is a result of `to_rows`, or whole tensors of the same names. Blocks of a parameter that
+    is not split cross rows: such values are returned decoded. Quantizing them again moves each by
+    at most one quantization step.
     """
     part = local(param)
     cols = _matrix(part.shape)[1]

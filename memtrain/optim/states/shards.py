@@ -130,12 +130,7 @@ def own_rows(param: Tensor) -> tuple[int, int]:
     """Return the first of this process's rows of dimension 0, and their number."""
     if not is_sharded(param):
         return 0, param.shape[0] if param.dim() else 1
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    like: Any = param
-    shape, offset = compute_local_shape_and_global_offset(
-        like.shape, like.device_mesh, like.placements
-    )
+    offset, shape = _offset_and_shape(param)
     return (offset[0], shape[0]) if shape else (0, 1)
 
 
@@ -143,25 +138,20 @@ def place(value: Tensor, param: Tensor) -> Tensor:
     """Return a whole plain state as a tensor that is sharded like its parameter."""
     if not is_sharded(param) or is_sharded(value) or value.shape != param.shape:
         return value
-    like: Any = param
-    value, mesh = value.to(like.device), like.device_mesh
-    if like.device.type != mesh.device_type:  # `distribute_tensor` would move it there
-        return sharded_like(_part_of(value, like), param)
-    from torch.distributed.tensor import distribute_tensor
-
-    return distribute_tensor(value, mesh, like.placements, src_data_rank=None)
+    part = value.to(param.device)
+    for dim, (begin, size) in enumerate(zip(*_offset_and_shape(param), strict=True)):
+        part = part.narrow(dim, begin, size)
+    return sharded_like(part.contiguous(), param)
 
 
-def _part_of(value: Tensor, like: Any) -> Tensor:
-    """Return this process's part of a whole tensor."""
+def _offset_and_shape(param: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return the offset and the shape of this process's part of a sharded parameter."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     shape, offset = compute_local_shape_and_global_offset(
-        value.shape, like.device_mesh, like.placements
+        param.shape, param.device_mesh, param.placements
     )
-    for dim, (begin, size) in enumerate(zip(offset, shape, strict=True)):
-        value = value.narrow(dim, begin, size)
-    return value.contiguous()
+    return offset, shape
 
 
 def check_unsharded(params: Iterable[Tensor]) -> None:

@@ -83,7 +83,7 @@ class HostStates(OptimizerWrapper):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        if "_inner_step" in vars(self):  # not inside Optimizer.__init__
+        if "_inner_methods" in vars(self):  # not inside Optimizer.__init__
             self._groups = value
 
     @property
@@ -195,7 +195,7 @@ class HostStates(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError: the copies on the host are made once."""
-        if "_inner_step" in vars(self):  # not inside Optimizer.__init__
+        if "_inner_methods" in vars(self):  # not inside Optimizer.__init__
             raise RuntimeError(
                 "add_param_group with optim.device='cpu': add the group before memtrain.wrap, or "
                 "memtrain.unwrap first and wrap again"

@@ -215,7 +215,7 @@ class ReleaseGradients(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks; its gradients are released too."""
-        if "_inner_step" in vars(self):
+        if "_inner_methods" in vars(self):
             params = param_group["params"]
             params = [params] if isinstance(params, Tensor) else list(params)
             check_complex(params, self.clip, self.accumulate)

@@ -183,7 +183,7 @@ class SplitWeights(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks; its parameters are converted."""
         super().add_param_group(param_group)
-        if "_inner_step" in vars(self):
+        if "_inner_methods" in vars(self):
             self._convert(self.param_groups[-1]["params"])
 
     def master(self, param: Tensor) -> Tensor:

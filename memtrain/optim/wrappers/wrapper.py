@@ -13,7 +13,11 @@ from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import checkpoint_options, optimizer_hooks
 from memtrain.optim.states.checkpoint_options import OWN
 from memtrain.optim.states.compressed import CompressedOptimizer
-from memtrain.optim.states.compressed_states import CompressedStates, _refuse_step
+from memtrain.optim.states.compressed_states import (
+    CompressedStates,
+    refuse_methods,
+    restore_methods,
+)
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.per_parameter import group_of, number_of, positions_of
 from memtrain.optim.states.plain_checkpoints import restore_dtypes, share_groups
@@ -137,8 +141,7 @@ class OptimizerWrapper(Optimizer):
         inner = self.inner
         self.defaults = inner.defaults
         optimizer_hooks.share(self, inner)
-        self._inner_step = vars(inner).get("step")
-        inner.step = _refuse_step  # pyright: ignore[reportAttributeAccessIssue]
+        self._inner_methods = refuse_methods(inner, ["step"])
 
     def refuse_replaced(self, known: Iterable[Tensor]) -> None:
         """Raise at the first step or gradient if the groups lack a parameter in `known`."""
@@ -163,9 +166,7 @@ class OptimizerWrapper(Optimizer):
 
     def release_inner(self) -> Optimizer:
         """Detach and return the inner optimizer, which may step again."""
-        vars(self.inner).pop("step", None)
-        if self._inner_step is not None:
-            self.inner.step = self._inner_step
+        restore_methods(self.inner, self._inner_methods)
         return self.inner
 
     @property
@@ -175,7 +176,7 @@ class OptimizerWrapper(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        if "_inner_step" in vars(self):  # not inside Optimizer.__init__
+        if "_inner_methods" in vars(self):  # not inside Optimizer.__init__
             self.inner.state = value
 
     @property
@@ -185,7 +186,7 @@ class OptimizerWrapper(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        if "_inner_step" in vars(self):
+        if "_inner_methods" in vars(self):
             self.inner.param_groups = value
 
     def __getstate__(self) -> dict[str, Any]:
@@ -201,7 +202,7 @@ class OptimizerWrapper(Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks and defaults."""
-        if "_inner_step" in vars(self):
+        if "_inner_methods" in vars(self):
             self.inner.add_param_group(param_group)
 
     def params(self) -> Iterator[Tensor]:
