@@ -85,7 +85,7 @@ class TritonEntryGroup(EntryGroup):
             self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
         self._own[:] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
         self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
-        self._there.copy_(sendable(self._here, self.device), non_blocking=True)
+        send(self._here, self._there)
 
     def reduce(self) -> None:
         """As `EntryGroup.reduce`."""
@@ -136,11 +136,13 @@ def new_table(size: int, device: torch.device) -> tuple[Tensor, Tensor]:
     return numbers, torch.empty_like(numbers, device=device)
 
 
-def sendable(numbers: Tensor, device: torch.device) -> Tensor:
-    """Return numbers that a copy to the device reads; the host may rewrite its own at once.
+def send(numbers: Tensor, to: Tensor) -> None:
+    """Copy from the host to a device without a wait; the host may rewrite `numbers` at once."""
+    to.copy_(sendable(numbers, to.device), non_blocking=True)
 
-    For a GPU they are in pinned memory, which PyTorch reuses only after the copy has ended.
-    """
+
+def sendable(numbers: Tensor, device: torch.device) -> Tensor:
+    """Return numbers for `send`: for a GPU in pinned memory, reused only after the copy."""
     pinned = device.type == "cuda" and not isinstance(numbers, FakeTensor)
     return numbers.pin_memory() if pinned else numbers
 

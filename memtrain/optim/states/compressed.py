@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +19,12 @@ from memtrain.optim.states.compressed_states import (
     refuse_capture,
 )
 from memtrain.optim.states.first_step import (
+    first_shapes,
     first_states,
     gradient_dtype,
     raw_step,
-    state_shapes,
 )
-from memtrain.optim.states.known_optimizers import default_choice, is_separable
+from memtrain.optim.states.known_optimizers import SEPARABLE, default_choice, is_separable
 from memtrain.optim.states.shards import shard_of
 from memtrain.optim.states.targets import parts_of, refuse_sparse
 
@@ -177,11 +177,10 @@ class CompressedOptimizer(CompressedStates):
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """Raise `ValueError` for a state of another shape than that of torch's step."""
-        known = self.__dict__.setdefault("_first_shapes", {})
-        key = param.shape, param.dtype
-        if key not in known:
-            known[key] = state_shapes(_inner(self), param, group)
-        shapes = known[key]
+        if type(_inner(self)) not in SEPARABLE:
+            return
+        first = self._first_shapes(param, group)
+        shapes = {name: shape for name, (shape, _) in first.items() if shape}
         if shapes and values and shapes.keys().isdisjoint(values):
             raise ValueError(
                 f"states {sorted(values)} of a parameter of shape {tuple(param.shape)}, which "
@@ -243,22 +242,16 @@ class CompressedOptimizer(CompressedStates):
         states, others = self.unpacked(param), gradient_dtype(param) != param.dtype
         for name, value in states.items():
             if _is_float(value) and name != "step" and (others or value.dtype != param.dtype):
-                states[name] = value.to(self._first_dtype(param, group, name) or value.dtype)
+                first = self._first_shapes(param, group)
+                states[name] = value.to(first[name][1]) if name in first else value
         return states
 
-    def _first_dtype(self, param: Tensor, group: dict[str, Any], name: str) -> torch.dtype | None:
-        """Return the dtype of a state that the inner optimizer creates, or None."""
-        known = self.__dict__.setdefault("_first_dtypes", {})
-        key = param.dtype, gradient_dtype(param), name
+    def _first_shapes(self, param: Tensor, group: dict[str, Any]) -> Any:
+        """Return `first_shapes` of the inner optimizer, cached."""
+        known = self.__dict__.setdefault("_known_shapes", {})
+        key = param.shape, param.dtype, gradient_dtype(param)
         if key not in known:
-            known[key] = None
-            tiny: Any = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
-            if key[0] != key[1]:
-                tiny.requires_grad_().grad_dtype = key[1]
-            # Any error of an unknown optimizer's step: its states then stay as they are.
-            with suppress(Exception):
-                made = first_states(_inner(self), tiny, group, "cpu")[name]
-                known[key] = made.dtype
+            known[key] = first_shapes(_inner(self), param, group)
         return known[key]
 
     def reason(self, param: Tensor, value: Any) -> str:

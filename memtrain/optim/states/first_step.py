@@ -10,8 +10,6 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from memtrain.optim.states.known_optimizers import SEPARABLE
-
 
 def raw_step(optimizer: Optimizer, *args: Callable[[], Any]) -> Any:
     """Run the class's step without hooks and profiler, which belong to the outer step."""
@@ -102,27 +100,31 @@ def first_names(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> s
     return None
 
 
-def state_shapes(
+def first_shapes(
     optimizer: Optimizer, param: Tensor, group: dict[str, Any]
-) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the states of a torch optimizer, without single numbers.
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Return name -> shape and dtype of the tensors that an optimizer's first step creates.
 
     torch's states have the parameter's dimensions, some reduced to 1, as Adafactor's rows and
-    columns: a step with two elements per dimension shows which. Empty for other optimizers.
+    columns: a step with at most two elements per dimension shows which. Empty if the step raises.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(30, 20))
         >>> adafactor = torch.optim.Adafactor([weight])
-        >>> state_shapes(adafactor, weight, adafactor.param_groups[0])
-        {'row_var': (30, 1), 'col_var': (1, 20)}
+        >>> first_shapes(adafactor, weight, adafactor.param_groups[0])["row_var"]
+        ((30, 1), torch.float32)
     """
-    if type(optimizer) not in SEPARABLE:
-        return {}
-    small = torch.empty([min(size, 2) for size in param.shape], dtype=param.dtype, device="meta")
+    sizes = [min(size, 2) for size in param.shape]
+    small: Any = torch.empty(sizes, dtype=param.dtype, device="meta")
+    if gradient_dtype(param) != param.dtype:
+        small.requires_grad_().grad_dtype = gradient_dtype(param)
+    states: dict[str, Any] = {}
+    with suppress(Exception):  # as SparseAdam for dense gradients
+        states = first_states(optimizer, small, group, "cpu")
     found = {}
-    with suppress(Exception):  # of gradients that the optimizer refuses, as SparseAdam does
-        for name, value in first_states(optimizer, small, group, "cpu").items():
-            if isinstance(value, Tensor) and value.dim():
-                sizes = zip(param.shape, small.shape, value.shape, strict=True)
-                found[name] = tuple(whole if own == part else own for whole, part, own in sizes)
+    for name, value in states.items():
+        if isinstance(value, Tensor):
+            each = zip(param.shape, sizes, value.shape, strict=False)
+            shape = tuple(whole if own == part else own for whole, part, own in each)
+            found[name] = shape, value.dtype
     return found
