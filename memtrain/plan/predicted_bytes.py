@@ -16,7 +16,7 @@ from memtrain.compressors import Compressor, Identity, Keep
 from memtrain.optim.fused.payloads import counter_dtype
 from memtrain.optim.states.compressed import refuse
 from memtrain.optim.states.compressed_states import on_each
-from memtrain.optim.states.first_step import first_states, without_states
+from memtrain.optim.states.first_step import first_shapes, first_states, without_states
 from memtrain.optim.states.layout import COMPLEX, check_state
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
@@ -264,12 +264,21 @@ def _compressed_states(
         if not state and not param.requires_grad:
             continue
         site = f"{names.get(param, number)} / {title} / "
-        if "step" in (state or optimizer.plain_names(param, group) or ()):
+        if "step" in (state or _first_names(optimizer, param, group)):
             nbytes = getattr(state.get("step"), "nbytes", counter_dtype().itemsize)
             yield PlanEntry(f"{site}step", "state", nbytes, nbytes, reason=NO_COUNTER)
         for row in rows[param]:
             reason = row.reason.removeprefix("kept: ") or f"its optimizer's: {row.compressor!r}"
             yield PlanEntry(site + row.state, "state", row.nbytes, row.nbytes, reason=reason)
+
+
+def _first_names(
+    optimizer: optim.CompressedStates, param: Tensor, group: dict[str, Any]
+) -> Collection[str]:
+    """Return the names of the tensors that the first step creates."""
+    if isinstance(optimizer, optim.FusedStates):
+        return (*optimizer.names, "step") if optimizer.counts else optimizer.names
+    return first_shapes(optimizer.original, param, group) if optimizer.original else ()
 
 
 def _keep_reason(param: Tensor, value: Tensor, min_elements: int, choose: Any) -> str:

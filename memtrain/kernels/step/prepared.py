@@ -40,16 +40,6 @@ class PreparedStep:
     first `run` ends. Temporaries are vectors for rows and columns, and copies as large as those of
     the largest parameter that is not contiguous.
 
-    Example:
-        >>> import torch
-        >>> from memtrain.kernels.step import update_rules
-        >>> from memtrain.kernels.step.codecs import EXACT
-        >>> p, g, buffer = torch.ones(2), torch.ones(2), {"tensor": torch.zeros(2)}
-        >>> h = update_rules.sgd(lr=0.25, momentum=0.9)
-        >>> PreparedStep([Entry(p, g, (buffer,), (EXACT,), "sgd", h)]).run()
-        >>> p
-        tensor([0.7500, 0.7500])
-
     Reference:
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507, algorithm 1;
         Dettmers et al., 8-bit Optimizers via Block-wise Quantization, arXiv:2110.02861.

@@ -230,11 +230,9 @@ def lion(
 def drawn(m: Tensor, p: Tensor) -> Tensor:
     """Return numbers in (0, 1) for the stochastic rounding of a new momentum: float32.
 
-    A step changes a momentum by less than one 4-bit code, and rounding to nearest would discard
-    the change. The numbers are a hash of the magnitude of the momentum, which changes in each
-    step, and of the upper 16 bits of the parameter's, which differ between elements: the numbers
-    need no seed, and opposite gradients get the same ones. The parameter's lower bits do not
-    count: they depend on the order of sums.
+    The numbers are a hash of the magnitude of the momentum, which changes in each step, and of the
+    upper 16 bits of the parameter, which differ between elements: they need no seed, and opposite
+    gradients get equal numbers. The parameter's lower bits depend on the order of sums.
 
     With a gradient that is the same to the bit in every step, the momentum reaches a fixed point:
     its codes then change only as the parameter's upper bits do, sooner where the momentum is

@@ -1,6 +1,6 @@
 """Optimizers whose kernels decompress, step and compress all parameters at once."""
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -133,10 +133,6 @@ class FusedStates(CompressedStates):
     def state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
         """Return the states that a parameter of a group has, without its step counter."""
         return cls.names
-
-    def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str]:
-        """Return the names of the states in the plain optimizer."""
-        return (*self.names, "step") if self.counts else self.names
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, as in torch; its options and the compressors of its states are checked."""
@@ -322,7 +318,8 @@ class FusedStates(CompressedStates):
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """Raise `ValueError` where a state is missing or has another shape."""
-        missing = [name for name in self.plain_names(param, {}) if name not in values]
+        needed = (*self.names, "step") if self.counts else self.names
+        missing = [name for name in needed if name not in values]
         if values and missing:
             raise ValueError(
                 f"the states of a parameter of shape {tuple(param.shape)} lack {missing}; "

@@ -58,12 +58,7 @@ def counter_dtype() -> torch.dtype:
 
 @cache
 def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
-    """Return the kernels' codec that equals a compressor, or None.
-
-    Example:
-        >>> codec_of(Block(map="DE", signed=True), signed=True)
-        Codec(kind='block', bits=4, codebook='DE', signed=True, drawn=False)
-    """
+    """Return the kernels' codec that equals a compressor, or None."""
     codec, plain = None, None  # a compressor with an option that the kernels lack differs
     if compressor.is_identity:
         codec, plain = EXACT, compressor

@@ -1,6 +1,6 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -13,7 +13,6 @@ from memtrain.compressors import state_parts
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import OWN, numbered
-from memtrain.optim.states.first_step import first_names
 from memtrain.optim.states.plain_checkpoints import refuse_subclasses, share_groups
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stalled_weights import StalledWeights
@@ -76,10 +75,6 @@ class CompressedStates(Optimizer):
             else value
             for name, value in self.state.get(param, {}).items()
         }
-
-    def plain_names(self, param: Tensor, group: dict[str, Any]) -> Collection[str] | None:
-        """Names of the states of a parameter in the plain optimizer, or None if unknown."""
-        return first_names(self.original, param, group) if self.original is not None else None
 
     def adopt(self, original: Optimizer) -> None:
         """Share `param_groups` and hooks with the original and clear its states."""

@@ -92,14 +92,6 @@ def first_states(
     return dict(alone.state[like])
 
 
-def first_names(optimizer: Optimizer, param: Tensor, group: dict[str, Any]) -> set[str] | None:
-    """Return the names of `first_states`, or None if the optimizer's step raises."""
-    tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
-    with suppress(Exception):
-        return set(first_states(optimizer, tiny, group, "cpu"))
-    return None
-
-
 def first_shapes(
     optimizer: Optimizer, param: Tensor, group: dict[str, Any]
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

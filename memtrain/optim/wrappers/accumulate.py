@@ -27,12 +27,6 @@ class GradientSums:
     block (by less than 1/16 of the element itself if it is above 1/124 of the largest). NaN and Inf
     affect their block of 256. The last gradient is added in float32 and not rounded. Between the
     passes a sum takes 1.016 bytes per parameter.
-
-    Example:
-        >>> sums, weight = GradientSums(2), torch.ones(3)
-        >>> sums.add(weight, 0, torch.tensor([1.0, 0.0, -1.0]))
-        >>> sums.add(weight, 0, torch.tensor([1.0, 2.0, 3.0]))
-        tensor([2., 2., 2.])
     """
 
     def __init__(self, passes: int, seed: int = 0) -> None:

@@ -26,18 +26,7 @@ def one_at_a_time(method: _F) -> _F:
 
 
 class Backward:
-    """Detects the end of the backward in which gradients arrive, and whether it broke off.
-
-    Example:
-        >>> backward, weight = Backward(), torch.ones(1, requires_grad=True)
-        >>> def arrived(weight):
-        ...     assert not backward.entered(lambda: print("ended"))
-        >>> handle = weight.register_post_accumulate_grad_hook(arrived)
-        >>> (2 * weight).backward()
-        ended
-        >>> backward.broke_off
-        False
-    """
+    """Detects the end of the backward in which gradients arrive, and whether it broke off."""
 
     def __init__(self) -> None:
         self._end: weakref.ref[Any] | None = None  # what autograd calls at the end

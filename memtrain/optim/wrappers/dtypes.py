@@ -56,12 +56,7 @@ def restore_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: An
 
 
 def map_tensors(function: Callable[[Tensor], Any], output: Any) -> Any:
-    """Apply a function to the tensors in containers and dataclasses, which are copied.
-
-    Example:
-        >>> map_tensors(torch.neg, {"a": (torch.ones(1), 2)})
-        {'a': (tensor([-1.]), 2)}
-    """
+    """Apply a function to the tensors in containers and dataclasses, which are copied."""
     return tree_map(partial(_mapped, function), output)
 
 

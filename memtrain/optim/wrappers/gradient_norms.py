@@ -39,12 +39,9 @@ def set_count(states: Any, param: Tensor, count: Tensor | float | None) -> None:
 
 
 def norm_of(grad: Tensor) -> float | Tensor:
-    """Return the norm of a whole gradient: float64 for float64, otherwise float32.
+    """Return the norm of a whole gradient; a tensor if reading it would make the host wait.
 
-    The norm is a tensor if reading it would make the host wait.
-
-    Memory:
-        For a 16-bit gradient on a CPU, a float32 copy of `PIECE` elements, or of one row.
+    For a 16-bit gradient on a CPU, torch makes a float32 copy of `PIECE` elements, or of one row.
     """
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32

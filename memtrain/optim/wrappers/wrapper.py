@@ -251,12 +251,9 @@ class OptimizerWrapper(Optimizer):
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
-        """Return the inner optimizer's state_dict, with the wrapper's own values in it.
+        """Return the inner optimizer's state_dict with the wrapper's values in groups and states.
 
-        They are in the groups and states: `torch.distributed.checkpoint` drops other keys.
-
-        Returns:
-            Plain dicts of plain tensors and numbers: `torch.load(weights_only=True)` reads them.
+        `torch.load(weights_only=True)` reads it; `torch.distributed.checkpoint` saves all of it.
         """
         return optimizer_hooks.saved(self, self.inner, self._whole_state_dict)
 
@@ -273,11 +270,7 @@ class OptimizerWrapper(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a checkpoint of this wrapper, or of an optimizer without the wrapper.
 
-        Args:
-            state_dict: A checkpoint; without `"memtrain"`, the wrapper's own state starts anew.
-
-        Raises:
-            ValueError: If a value does not fit. Nothing has changed then.
+        A value that does not fit raises `ValueError` before anything changes.
         """
         optimizer_hooks.loaded(self, self.inner, state_dict, self._load)
 
