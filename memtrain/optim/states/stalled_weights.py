@@ -60,11 +60,11 @@ class StalledWeights:
 
     def _count(self, parts: Sequence[Part]) -> None:
         first = next((targets[0].param for _, targets in parts if targets), None)
-        place = id(getattr(first, "_stands_for", first))
-        if not self._seen or place in self._seen:
+        key = id(getattr(first, "_stands_for", first))
+        if not self._seen or key in self._seen:
             self._seen.clear()
             self.steps += 1
-        self._seen.add(place)
+        self._seen.add(key)
 
     def after(self, seen: tuple[Target, Tensor, float] | None) -> None:
         """Warn if no sampled element with a gradient has changed."""

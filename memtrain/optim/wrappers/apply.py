@@ -78,9 +78,9 @@ def apply(
 
     Returns the optimizers to use, and the handles of hooks on the model for `remove`.
     """
-    held = {p for one in optimizers for group in one.param_groups for p in group["params"]}
-    others = () if config.weights == KEEP else _trained_by_others(model, held)
-    frozen = [p for p in model.parameters() if p not in held]
+    optimized = {p for one in optimizers for group in one.param_groups for p in group["params"]}
+    others = () if config.weights == KEEP else _trained_by_others(model, optimized)
+    frozen = [p for p in model.parameters() if p not in optimized]
     around = partial(_around, model, config, frozen)
     before = {param.dtype for param in model.parameters()}
     low = None if config.weights == KEEP else parse(config.weights).dtype
@@ -107,9 +107,9 @@ def apply(
     return optimizers, handles
 
 
-def _trained_by_others(model: nn.Module, held: set[Tensor]) -> list[str]:
+def _trained_by_others(model: nn.Module, optimized: set[Tensor]) -> list[str]:
     """Return the names of trained, rounded weights that no wrapped optimizer steps."""
-    kept = held.union(keeps_float32(model))
+    kept = optimized.union(keeps_float32(model))
     return [
         name
         for name, p in model.named_parameters()

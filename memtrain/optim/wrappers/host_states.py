@@ -329,18 +329,18 @@ class HostStates(OptimizerWrapper):
         """Copy the gradients that no hook has sent to the host; wait for the others."""
         self._worker.finish()
         release = self._release
-        left = [p for p in self._leaves if p.grad is not None]
+        remaining = [p for p in self._leaves if p.grad is not None]
         if release is not None:
             release.late_changes.refuse()
-            left = [p for p in left if not release.late_changes.is_kept(p)]
-        refuse_sparse([Target(p, p.grad) for p in left], type(self).__name__)
+            remaining = [p for p in remaining if not release.late_changes.is_kept(p)]
+        refuse_sparse([Target(p, p.grad) for p in remaining], type(self).__name__)
         if release is not None and release.accumulate == 1:  # one at a time
-            for param in left:
+            for param in remaining:
                 if not release.has_updated(self._leaves[param]) and param.grad is not None:
                     self._step_released(param, self.host.send(param, param.grad))
                     param.grad = None
             return
-        sent = [(p, self.host.send(p, p.grad)) for p in left if p.grad is not None]
+        sent = [(p, self.host.send(p, p.grad)) for p in remaining if p.grad is not None]
         for param, one in sent:
             self.host.receive(param, one)
 
