@@ -99,12 +99,6 @@ def first_shapes(
 
     torch's states have the parameter's dimensions, some reduced to 1, as Adafactor's rows and
     columns: a step with at most two elements per dimension shows which. Empty if the step raises.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.ones(30, 20))
-        >>> adafactor = torch.optim.Adafactor([weight])
-        >>> first_shapes(adafactor, weight, adafactor.param_groups[0])["row_var"]
-        ((30, 1), torch.float32)
     """
     sizes = [min(size, 2) for size in param.shape]
     small: Any = torch.empty(sizes, dtype=param.dtype, device="meta")
