@@ -18,10 +18,6 @@ class Auto(Compressor):
 
     The template is a `Group`, a `Samples`, or a `Host` with one of them. Until widths are chosen,
     its own bits are used.
-
-    Example:
-        >>> Auto(template=Group()).with_bits((3,)).bits
-        3
     """
 
     roles = frozenset({ACTIVATION})

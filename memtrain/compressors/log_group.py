@@ -17,10 +17,6 @@ def of_logarithms(compressor: Compressor) -> Compressor:
 
     The log-probability of a masked class (-inf, -1e9) would make its group NaN or its steps too
     wide.
-
-    Example:
-        >>> of_logarithms(Group(bits=8)).floor
-        -20.0
     """
     if isinstance(compressor, Group):
         return replace(compressor, floor=-SPAN)

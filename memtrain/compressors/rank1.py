@@ -17,16 +17,7 @@ class Rank1(Compressor):
 
     Tensors with fewer than two dimensions are quantised in blocks of 128 with the same map, as in
     the paper. An element decodes to NaN or Inf only if each of its dimensions contains a NaN or
-    Inf.
-
-    Attributes:
-        map: `"Linear"`, `"DE-0"`, `"Power-2"`, `"E2M2"` ..., see `codebook.values.codebook`.
-        bits: Bits per code, 2 to 8.
-        signed: Whether negative values are kept, for activations. A momentum needs signed scales.
-        rounding: `"nearest"` or `"stochastic"`, as in `Block`.
-
-    Raises:
-        ValueError: If a field is out of its range.
+    Inf. The fields are those of `Block`; a momentum needs signed scales.
 
     Memory:
         bits / 8 + 4 * sum(shape) / numel bytes per element.

@@ -145,10 +145,6 @@ def sensitivity(x: Tensor, group_size: int = 256) -> Tensor:
 
     The leading dimension counts samples. The result is float32 [n_samples], for finite elements; 0
     without any.
-
-    Example:
-        >>> sensitivity(torch.tensor([[0.0, 2.0], [1.0, 1.0]]))
-        tensor([4., 0.])
     """
     rows = x.detach().reshape(_sizes(x.shape))
     length = _group_length(rows.shape[1], group_size)

@@ -146,10 +146,6 @@ def is_plain(x: Tensor) -> bool:
     """Return whether `x` has data, and no compiler, mode, subclass or autograd observes a call.
 
     The implementation can then be called directly: the dispatcher costs more than a small call.
-
-    Example:
-        >>> is_plain(torch.ones(2)), is_plain(torch.ones(2, requires_grad=True))
-        (True, False)
     """
     return (
         type(x) is Tensor
@@ -218,12 +214,7 @@ def register(
 
 
 def readable(x: Tensor, *native: torch.dtype) -> Tensor:
-    """Return `x` contiguous with one of the `native` dtypes, else in float32; a copy if necessary.
-
-    Example:
-        >>> readable(torch.ones(2, 4, dtype=torch.float16).t(), torch.float32).stride()
-        (2, 1)
-    """
+    """Return `x` contiguous with one of the `native` dtypes, else in float32; maybe a copy."""
     if x.dtype in native:
         return x.contiguous()
     return x.to(torch.float32, memory_format=torch.contiguous_format)

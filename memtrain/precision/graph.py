@@ -105,13 +105,9 @@ def graph_of(
 ) -> Graph:
     """Trace one training forward on fake tensors; the model is not changed.
 
-    The model is real or built under a `FakeTensorMode`. Its modes are kept if the root is in
-    training mode; else all modules are traced in training mode. The batch is a tensor, a tuple of
-    arguments, or a dict of keyword arguments; real or fake. `choose` makes the plan's decisions for
+    The model and the batch are real or fake. The model's modes are kept if the root is in training
+    mode; else all modules are traced in training mode. `choose` makes the plan's decisions for
     saved tensors, which may run a module as one op.
-
-    Raises:
-        ValueError: If the model has no GEMM.
 
     Reference:
         Lee et al., Training with Mixed-Precision Floating-Point Assignments, arXiv:2301.13464,

@@ -20,13 +20,6 @@ class LossScale:
 
     The scale is halved after a backward pass with an overflow, and doubled after `interval`
     consecutive passes without one. The mode is `dynamic`, `static` or `none` (always 1).
-
-    Example:
-        >>> scale = LossScale("dynamic", 8.0, 2)
-        >>> for overflow in (True, False, False, False):
-        ...     scale.update(overflow=overflow)
-        >>> scale.value, scale.overflows
-        (8.0, 1)
     """
 
     def __init__(self, mode: str, initial: float, interval: int) -> None:

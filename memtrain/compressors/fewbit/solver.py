@@ -282,10 +282,6 @@ def table(function: str, bits: int, parameters: tuple[float, ...] = ()) -> Appro
     solved on [-10, 10], scaled by alpha for celu and 1 / beta for softplus, and extended by
     log(alpha) for elu. The parameters are the torch function's arguments; torch's defaults if
     omitted.
-
-    Example:
-        >>> table("relu", 1).levels, table("hardtanh", 3).parity
-        ((0.0, 1.0), 'band')
     """
     full = complete(function, parameters)
     check_bits(bits)

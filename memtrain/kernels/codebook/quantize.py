@@ -34,21 +34,16 @@ def quantize_blocks(
     codes of `-x` decode to the negative of those of `x`. With an unsigned codebook, the scale is
     the magnitude. A code is the number of midpoints with `x / scale > midpoint`: nearest, ties to
     the lower index. With a seed, codes are those of one of the two neighbouring values, unbiased.
+    Codes are packed as by `bits.pack`, and scales are float32.
 
     A block of zeros has scale 0 and codes 0, and decodes to 0. With a NaN or Inf, the block's scale
     is NaN or Inf and its codes are 0: the block decodes to NaN, or to the codebook's lowest value
     times Inf. Other blocks do not change.
 
-    Returns:
-        codes: uint8, [n_blocks, block_size * bits / 8], packed as by `bits.pack`.
-        scale: float32, [n_blocks].
-
     Example:
         >>> codes, scale = quantize_blocks(torch.ones(256), Codebook("DE"), block_size=128)
         >>> codes.shape, scale
         (torch.Size([2, 64]), tensor([1., 1.]))
-        >>> quantize_blocks(torch.tensor([1.0, -3.0]), Codebook("DE"), block_size=128)[1]
-        tensor([-3.])
 
     Reference:
         Section 2.2 (without signed scales: a negative largest element decodes to 0.8875 of it).
@@ -136,10 +131,6 @@ def largest(blocks: Tensor, *, signed: bool) -> Tensor:
     """Return each block's first element of largest magnitude, with its sign or without, [n_blocks].
 
     The result is +0 for a block of zeros, and NaN if the block contains NaN.
-
-    Example:
-        >>> largest(torch.tensor([[1.0, -3.0, 3.0]]), signed=True)
-        tensor([-3.])
     """
     if not blocks.numel():
         return blocks.new_zeros(blocks.shape[0])

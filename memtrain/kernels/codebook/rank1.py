@@ -23,10 +23,6 @@ def maxima(x: Tensor) -> Tensor:
 
     The result has the maxima of dimension 0, then of dimension 1, and so on: float32
     [sum(x.shape)]. NaN counts as the largest value.
-
-    Example:
-        >>> maxima(torch.tensor([[1.0, -2.0], [3.0, 0.0]]))
-        tensor([2., 3., 3., 2.])
     """
     x = x.float().abs()
     if not x.numel():

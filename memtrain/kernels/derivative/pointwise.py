@@ -9,39 +9,28 @@ from torch import Tensor
 
 Function = Callable[..., Tensor]
 
+_OF_TORCH = (
+    "gelu", "silu", "relu6", "leaky_relu", "elu", "celu", "selu", "logsigmoid", "tanhshrink",
+    "softplus", "softsign", "mish", "hardtanh", "hardsigmoid", "hardswish", "hardshrink",
+    "softshrink", "threshold",
+)  # fmt: skip
 # Called with the tensor, then the parameters in the order of torch's arguments.
 FUNCTIONS: dict[str, Function] = {
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    **{name: getattr(F, name) for name in _OF_TORCH},
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
-    "silu": F.silu,
     "relu": torch.relu,
-    "relu6": F.relu6,
-    "leaky_relu": F.leaky_relu,
-    "elu": F.elu,
-    "celu": F.celu,
-    "selu": F.selu,
     "sigmoid": torch.sigmoid,
-    "logsigmoid": F.logsigmoid,
     "tanh": torch.tanh,
-    "tanhshrink": F.tanhshrink,
-    "softplus": F.softplus,
-    "softsign": F.softsign,
-    "mish": F.mish,
-    "hardtanh": F.hardtanh,
-    "hardsigmoid": F.hardsigmoid,
-    "hardswish": F.hardswish,
-    "hardshrink": F.hardshrink,
-    "softshrink": F.softshrink,
-    "threshold": F.threshold,
     "clamp": torch.clamp,
 }
 _WITH_INPLACE = (
-    "silu", "relu", "relu6", "leaky_relu", "elu", "celu", "selu", "mish", "hardtanh", "hardsigmoid",
+    "silu", "relu6", "leaky_relu", "elu", "celu", "selu", "mish", "hardtanh", "hardsigmoid",
     "hardswish", "threshold",
 )  # fmt: skip
 _IN_PLACE: dict[str, Function] = {
     **{name: partial(getattr(F, name), inplace=True) for name in _WITH_INPLACE},
+    "relu": torch.relu_,
     "sigmoid": torch.sigmoid_,
     "tanh": torch.tanh_,
     "clamp": torch.clamp_,
@@ -49,12 +38,7 @@ _IN_PLACE: dict[str, Function] = {
 
 
 def value(function: str, x: Tensor, parameters: Sequence[float] = ()) -> Tensor:
-    """Return the value of a nonlinearity, with the first of torch's arguments after `x`.
-
-    Example:
-        >>> value("clamp", torch.tensor([-1.0, 3.0]), (0.0, 2.0))
-        tensor([0., 2.])
-    """
+    """Return the value of a nonlinearity, with the first of torch's arguments after `x`."""
     return FUNCTIONS[function](x, *parameters)
 
 

@@ -34,10 +34,6 @@ def fits(x: Tensor, size: int, group_size: int) -> bool:
 
     Rows must be whole groups of at most `MAX_ROW` elements, the group size a multiple of 8, and `x`
     contiguous with a dtype of its device's kernel.
-
-    Example:
-        >>> fits(torch.ones(4, 512), 512, 256), fits(torch.ones(4, 48), 48, 256)
-        (True, False)
     """
     whole = 0 < size <= MAX_ROW and size % group_size == 0 and group_size % 8 == 0
     if not whole or x.numel() == 0 or not x.is_contiguous():

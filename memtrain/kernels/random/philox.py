@@ -9,12 +9,7 @@ _MASK = 0xFFFFFFFF
 
 
 def signed(seed: int) -> int:
-    """Return a seed of 64 bits, signed or not, as a signed integer.
-
-    Example:
-        >>> signed(-1), signed(2**64 - 1), signed(7)
-        (-1, -1, 7)
-    """
+    """Return a seed of 64 bits, signed or not, as a signed integer."""
     if -(2**63) <= seed < 2**63:
         return seed
     if 0 < seed < 2**64:
