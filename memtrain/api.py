@@ -189,7 +189,7 @@ def _wrap(
         assign = partial(rounding.before_model, plan.assign_precision)
         handles.append(model.register_forward_pre_hook(assign, with_kwargs=True))
     if interception is not None:
-        forget_graphs(outer_model)
+        forget_graphs()
         interception.attach()
     optimizers, added = apply(model, optimizers, plan.config)
     handles += added

@@ -78,16 +78,14 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None or inside_compiled(module) is not None
 
 
-def forget_graphs(model: nn.Module) -> None:
-    """Recompile a model that was compiled before it was wrapped.
+def forget_graphs() -> None:
+    """Discard all graphs of the process: those of a module or its equals do not compress.
 
-    Dynamo guards a module of torch's own (`nn.Sequential`) by no hooks where it had none, so that a
-    graph from before would go on to serve. Every graph of the process is forgotten.
+    Dynamo does not guard a graph by hooks that its module did not have: the graph would serve a
+    wrapped module of the same class, even one that is compiled later.
     """
     dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is None or not dynamo.utils.counters["frames"]["ok"]:
-        return
-    if any(map(is_compiled, model.modules())):
+    if dynamo is not None and dynamo.utils.counters["frames"]["ok"]:
         dynamo.reset()
 
 

@@ -231,6 +231,25 @@ def test_what_was_compiled_and_trained_before_wrap_is_compiled_anew(parts):
     assert len(sites) == (3 if parts else 1)  # two GELUs and the second block's input
 
 
+def test_graphs_of_a_plain_model_do_not_serve_a_wrapped_one_that_is_compiled_later():
+    """Dynamo guards no graph by hooks that its module lacked."""
+
+    def saved(wrap):
+        model, x = nets.Model(blocks=2), nets.tokens()
+        model = wrapped(model)[0] if wrap else model
+        for block in model.h:
+            block.compile(backend=BACKEND)
+        output = model(x)
+        nbytes = held(output, x, *model.parameters())
+        output.sum().backward()
+        return nbytes
+
+    alone = saved(wrap=True)
+    torch.compiler.reset()
+    plain, beside = saved(wrap=False), saved(wrap=True)
+    assert beside == alone < plain / 2
+
+
 def test_a_graph_of_an_equal_module_that_is_uncompressed_is_reported_with_its_remedy():
     def make():
         return torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=BACKEND)
