@@ -208,17 +208,6 @@ def predict_states(
 
     A site is `parameter / optimizer / state`. Entries with unknown bytes have 0 bytes and a reason
     that begins with `unknown: `.
-
-    Example:
-        >>> import torch
-        >>> from memtrain.compressors import Block
-        >>> model = nn.Linear(128, 64)
-        >>> optimizer = torch.optim.AdamW(model.parameters())
-        >>> maps = {"exp_avg": Block(bits=4), "exp_avg_sq": Block(map="DE-0", signed=False, bits=4)}
-        >>> block = lambda parameter, state: maps[state]
-        >>> entries = predict_states(model, optimizer, block, min_elements=4096)
-        >>> [(entry.site, entry.nbytes, entry.planned) for entry in entries][:2]
-        [('weight / adamw / step', 4, 4), ('weight / adamw / exp_avg', 32768, 4352)]
     """
     title = type(optimizer).__name__
     names = {p: name for name, p in model.named_parameters()}

@@ -67,11 +67,6 @@ class GraphSaves:
         self._finished = False
 
     @property
-    def root(self) -> str:
-        """Path of the module whose forward the graph is the first part of."""
-        return self.sites.root
-
-    @property
     def places(self) -> dict[int, int]:
         """Numbers of storages in the records -> which of its module's inputs they are."""
         kept, places = self._kept, self._places

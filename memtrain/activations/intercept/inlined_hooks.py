@@ -192,12 +192,12 @@ def records_of(
     found: list[Record] = []
     counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
     for graph in graphs:
-        for path in [graph.root, *_siblings(graph.root, graphs, model, given)]:
+        for path in [graph.sites.root, *_siblings(graph.sites.root, graphs, model, given)]:
             offset = 1 + max((record.storage for record in found), default=0)
             inputs = given.get(path, [])
             for record in graph.records:
                 place = graph.places.get(record.storage, len(inputs))
-                moved = _moved(record, graph.root, path, offset)
+                moved = _moved(record, graph.sites.root, path, offset)
                 if place < len(inputs) and inputs[place] in own and record.planned == record.nbytes:
                     moved = moved._replace(nbytes=0, planned=0, reason=OWN_INPUT)
                 elif place < len(inputs):
@@ -217,7 +217,7 @@ def _siblings(
     modules = dict(model.named_modules())
     if not root or root not in compiled or root not in modules:  # of a model that is gone
         return []
-    own, roots = modules[root], {graph.root for graph in graphs}
+    own, roots = modules[root], {graph.sites.root for graph in graphs}
     equal = [
         name
         for name, module in modules.items()

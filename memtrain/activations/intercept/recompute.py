@@ -1,7 +1,7 @@
 """Modules that keep their inputs only, and run again in the backward: activation checkpointing."""
 
 import threading
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from fnmatch import fnmatchcase
 from functools import partial
@@ -50,7 +50,8 @@ def recomputed(model: nn.Module, patterns: Sequence[str]) -> list[str]:
         if not isinstance(module, (*_CONTAINERS, torch.jit.ScriptModule))
     }
     if BLOCKS in patterns:
-        patterns = [*(p for p in patterns if p != BLOCKS), *_blocks(model, modules)]
+        blocks = [escape(name) for name in blocks_of(model) if name in modules]
+        patterns = [*(p for p in patterns if p != BLOCKS), *blocks]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in modules):
             raise ValueError(
@@ -91,15 +92,7 @@ def _parts(module: nn.Module) -> list[nn.Module]:
     """Of a list of two modules or more, those that have children and parameters."""
     if not isinstance(module, nn.ModuleList | nn.Sequential) or len(module) < 2:
         return []
-    return [child for child in module.children() if _has(child.children(), child.parameters())]
-
-
-def _has(*iterators: Iterator[Any]) -> bool:
-    return all(any(True for _ in each) for each in iterators)
-
-
-def _blocks(model: nn.Module, modules: Container[str]) -> list[str]:
-    return [escape(name) for name in blocks_of(model) if name in modules]
+    return [child for child in module.children() if [*child.children()] and [*child.parameters()]]
 
 
 class Recompute:

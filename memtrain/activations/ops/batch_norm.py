@@ -66,18 +66,10 @@ def instance_norm(  # noqa: PLR0913 (torch's own, and the site's)
         Ulyanov et al., Instance Normalization, arXiv:1607.08022.
     """
     n, c = x.shape[:2]
-    repeated = [None if t is None else t.repeat(n) for t in (*running, weight, bias)]
-    y = batch_norm(
-        x.contiguous().view(1, n * c, *x.shape[2:]),
-        (repeated[0], repeated[1]),
-        repeated[2],
-        repeated[3],
-        momentum,
-        eps,
-        compressor=compressor,
-        key=key,
-    )
-    for own, new in zip(running, repeated[:2], strict=True):
+    args = [None if t is None else t.repeat(n) for t in (weight, bias, *running)]
+    flat = x.contiguous().view(1, n * c, *x.shape[2:])
+    y = _batch_norm(flat, *args, momentum, eps, compressor, key)
+    for own, new in zip(running, args[2:], strict=True):
         if own is not None and new is not None:
             own.detach().copy_(new.view(n, c).mean(0))
     return y.view(x.shape)
