@@ -10,6 +10,8 @@ from memtrain.compressors.base import Compressor, Key, Packed
 from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
 
+_BELOW = -120.0
+"""What the floor decodes to: its exp() is 0 in float32."""
 SHORTEST_ROW = 32
 """Bounds of shorter groups take more than a quarter of the bytes of 4-bit codes."""
 
@@ -32,8 +34,9 @@ class Group(Compressor):
             rows of zeros stay zeros. Groups then have the largest multiple of 8 elements, from 32
             to `group_size`, that divides a row, or else `group_size`. A norm's codes have
             `group_size`.
-        floor: Smaller elements count as this number, or None for no limit. An outlier makes the
-            steps of its group wide; a backward that reads only exp() needs no value below -20.
+        floor: Elements up to this number decode to -120, whose exp() is 0; None for no limit. An
+            outlier makes the steps of its group wide; a backward that reads only exp() needs no
+            value below -20.
 
     Raises:
         ValueError: If a field is out of range.
@@ -61,7 +64,7 @@ class Group(Compressor):
     bounds: str = "bf16"
     # Not compared: ops that save the same tensor share a payload.
     whole_rows: bool = field(default=False, compare=False)
-    floor: float | None = field(default=None, repr=False)
+    floor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("bits", "group_size"):
@@ -124,4 +127,5 @@ class Group(Compressor):
         """Return the tensor, contiguous, with the payload's shape and dtype."""
         tensors, shape, dtype = packed
         payload = tensors["codes"], tensors["bounds"], self.bits, self.group_size
-        return group.group_dequantize(*payload, shape, dtype)
+        x = group.group_dequantize(*payload, shape, dtype)
+        return x if self.floor is None else torch.threshold_(x, self.floor, _BELOW)

@@ -9,7 +9,8 @@ from memtrain.compressors.group import Group
 from memtrain.compressors.host import Host
 
 SPAN = 20.0
-"""Log-probabilities further below 0 count as `-SPAN`: exp(-20) is 2e-9."""
+"""Log-probabilities further below 0 count as probability 0: exp(-20) is 2e-9, which times the -1e9
+of a masked logit would not be small."""
 
 
 def of_logarithms(compressor: Compressor) -> Compressor:

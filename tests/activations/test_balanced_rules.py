@@ -97,3 +97,38 @@ def test_a_bias_before_a_batch_norm_has_no_gradient():
     bias = gradients(model, x, grad, [])[1]
     # Four roundings of each of the terms of dx, among them x_hat (below 7) squared.
     assert (bias.abs() <= 4 * 2.0**-24 * 40 * rstd * grad.abs().amax(0) * (1 + 7**2)).all()
+
+
+SCALES = {
+    "relu": F.relu,
+    "elu": lambda x: F.elu(x) + 1,
+    "celu": lambda x: F.celu(x) + 1,
+    "selu": lambda x: F.selu(x) + 1.0507009873554805 * 1.6732632423543772,
+    "softplus": F.softplus,
+    "sigmoid": torch.sigmoid,
+    "hardsigmoid": F.hardsigmoid,
+    "softsign": lambda x: F.softsign(x) + 1,
+    "tanh": lambda x: torch.tanh(x) + 1,
+    "logsigmoid": lambda x: F.logsigmoid(x).exp(),
+}
+
+
+@pytest.mark.parametrize("scale", SCALES)
+def test_a_scale_that_a_logarithm_and_a_quotient_read_has_an_accurate_gradient(scale):
+    """A derivative that is small where the scale is small needs a small relative error there."""
+
+    class Normal(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.scale = nn.Linear(64, 64)
+
+        def forward(self, x):
+            scaled = SCALES[scale](3 * self.scale(x)) + 1e-3
+            return scaled.log() + 0.1 * x.abs() / scaled
+
+    torch.manual_seed(0)
+    model, x, grad = Normal(), torch.randn(64, 64), torch.ones(64, 64)
+    both = gradients(model, x, grad), gradients(model, x, grad, [])
+    for exact, found in zip(*both, strict=True):
+        assert torch.cosine_similarity(exact.flatten(), found.flatten(), 0) > 0.99
+        assert found.norm().item() == pytest.approx(exact.norm().item(), rel=0.03)

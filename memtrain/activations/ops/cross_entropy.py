@@ -23,7 +23,7 @@ from memtrain.activations.saved.payload import (
     saved_payloads,
 )
 from memtrain.compressors import Compressor, Key
-from memtrain.compressors.log_group import cut_
+from memtrain.compressors.log_group import cut_, of_logarithms
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 
 _NAMED = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction")
@@ -114,7 +114,7 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
         # Random bits of its own, as each process has for its part of a tensor.
         payloads.append(compress(saved, compressor, key._replace(rank=key.rank + len(payloads))))
         del saved  # before the next is made
-    save_payloads(ctx, payloads, compressor, _narrow(known, x.shape[1]))
+    save_payloads(ctx, payloads, of_logarithms(compressor), _narrow(known, x.shape[1]))
     # A matrix of one class, whose losses torch adds up in the order that it always does.
     column, classes = -torch.cat(losses).unsqueeze(1), known.clamp(max=0)
     return functional.nll_loss(column, classes, ignore_index=-1, reduction=reduction)

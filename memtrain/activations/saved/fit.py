@@ -1,6 +1,6 @@
 """Choose the compressor for a saved tensor: a pure function of op, site and metadata."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -10,11 +10,13 @@ from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.known_ops import (
     LINEAR,
     LOGARITHM,
+    MULTIPLIES,
     OWN_FORM,
     SENTINELS,
     SHAPE,
     SavedBy,
 )
+from memtrain.activations.saved.masked import may_be_masked
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Compressor, Integers, Keep
 from memtrain.compressors.log_group import of_logarithms
@@ -31,9 +33,18 @@ Choose = Callable[[Site], Compressor | Keep]
 
 
 def decide(
-    choose: Choose, min_elements: int, site: Site, saved: SavedBy, node: Any, x: Tensor
+    choose: Choose,
+    min_elements: int,
+    site: Site,
+    saved: SavedBy,
+    node: Any,
+    x: Tensor,
+    joins: Container[int] = (),
 ) -> Compressor | Keep:
-    """Return the compressor for a saved tensor, or the reason to keep it."""
+    """Return the compressor for a saved tensor, or the reason to keep it.
+
+    `joins` has the numbers of the nodes that add or join a constant tensor.
+    """
     if x.numel() < min_elements:
         return Keep(f"under {min_elements:,} elements")
     chosen = choose(site)
@@ -46,6 +57,8 @@ def decide(
     if x.is_neg():
         return Keep("a negated view")
     if saved.reason == LINEAR and type(x.grad_fn) in SENTINELS:
+        return SENTINEL
+    if type(node) in MULTIPLIES and may_be_masked(x.grad_fn, joins):
         return SENTINEL
     limit = None if saved.limit is None else saved.limit(node)
     return fit(chosen, saved.reason, x.dtype, limit)

@@ -17,6 +17,7 @@ from memtrain.activations.saved.fit import Choose, decide
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import BITS, Kept, MaskBias
 from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, SHAPE, SavedBy
+from memtrain.activations.saved.masked import JOINS, constants_of
 from memtrain.activations.saved.node_tensors import (
     FUNCTION,
     hook,
@@ -100,6 +101,7 @@ class SavedTensors:
         """Nodes with smaller numbers have been visited, or are not this forward's."""
         self._first = 0  # number of the forward's first node
         self._given: set[int] = set()  # numbers of nodes from before, of what the forward is given
+        self._joins: set[int] = set()  # of nodes that add or join a constant
         self._calls: dict[Site, int] = {}
         self.records: Records | None = None
         """Of this forward, where it is recorded."""
@@ -212,6 +214,7 @@ class SavedTensors:
 
     def _visit(self, node: Any, function: Any, module: str) -> None:
         kind = type(node)
+        self._joins.update(constants_of(node, self.derived.arguments) if kind in JOINS else ())
         row = known_ops.KNOWN.get(kind)
         if row is None:
             saves = self.records is not None or saved_names(kind)
@@ -328,7 +331,7 @@ class SavedTensors:
         if why:
             self.keep(x, site, why, node, saved.attribute)
             return
-        chosen = decide(self.choose, self.options.min_elements, site, saved, node, x)
+        chosen = decide(self.choose, self.options.min_elements, site, saved, node, x, self._joins)
         if saved.reason == SHAPE and not isinstance(chosen, Keep):
             handle = Kept(x, None)
             self._register(node, saved.attribute, handle, x, site)

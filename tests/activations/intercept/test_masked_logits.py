@@ -139,3 +139,69 @@ def test_what_reads_the_values_themselves_has_them_whole(compiled):
     found, exact = with_and_without(Twice(), compiled, torch.randn(ROWS, 48))
     # 4-bit groups err by 0.17 (tests/activations/test_attention_masks.py); cut, by 0.8
     assert (found - exact).norm() < 0.2 * exact.norm()
+
+
+def written(h, mask, value):
+    h = h.clone()
+    h[mask] = value
+    return h
+
+
+APPLIED = {
+    "masked_fill": lambda h, mask, value: h.masked_fill(mask, value),
+    "masked_fill_": lambda h, mask, value: (h * 1).masked_fill_(mask, value),
+    "a transposed fill": lambda h, mask, value: h.T.masked_fill(mask.T, value).T,
+    "where": lambda h, mask, value: torch.where(mask, value, h).view(4, 16, 64).view(64, 64),
+    "a sum": lambda h, mask, value: h + mask * value,
+    "a difference": lambda h, mask, value: h - mask * -value,
+    "a sum in place": lambda h, mask, value: (h * 1).add_(mask * value),
+    "a sum in a product": lambda h, mask, value: torch.baddbmm(
+        (mask * value)[None], h[None], torch.eye(64)[None]
+    )[0],
+    "a scaled sum": lambda h, mask, value: (2 * h + mask * value) / 2,
+    "an assignment": written,
+    "index_fill": lambda h, mask, value: h.index_fill(1, torch.arange(50, 64), value),
+    "scatter": lambda h, mask, value: h.scatter(1, torch.full((64, 4), 60), value),
+    "a pad": lambda h, mask, value: F.pad(h[:, :60], (0, 4), value=value),
+    "cat": lambda h, mask, value: torch.cat([h[:, :60], torch.full((64, 4), value)], 1),
+    "stack": lambda h, mask, value: torch.stack(
+        [h[:, :32], torch.full((64, 32), value)], 2
+    ).flatten(1),
+    "a maximum": lambda h, mask, value: torch.maximum(h, torch.full((64, 64), -9.0)) + mask * value,
+}
+NORMALIZED = {
+    "softmax": lambda h: h.softmax(1)[:, 0].mean(),
+    "log_softmax": lambda h: h.log_softmax(1)[:, 0].mean(),
+    "cross_entropy": lambda h: F.cross_entropy(h, torch.zeros(64, dtype=torch.long)),
+    "logsumexp": lambda h: h.logsumexp(1).mean() - h[:, 0].mean(),
+    "an exponential": lambda h: (h.exp()[:, 0] / h.exp().sum(1)).mean(),
+}
+
+
+def gradient_of(model, x, value):
+    return torch.autograd.grad(model(x, value), model.temperature)[0]
+
+
+@pytest.mark.parametrize("normalized", NORMALIZED)
+@pytest.mark.parametrize("applied", APPLIED)
+def test_a_learned_temperature_of_masked_scores_has_its_gradient(applied, normalized):
+    """It adds up all scores times probabilities, which are 0 where a score is masked."""
+
+    class Scores(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.temperature = nn.Linear(64, 64), nn.Parameter(torch.rand(64) + 1)
+
+        def forward(self, x, value):
+            mask = torch.ones(64, 64, dtype=torch.bool).triu(1)
+            h = APPLIED[applied](self.first(x), mask, value)
+            return NORMALIZED[normalized](h * self.temperature)
+
+    torch.manual_seed(0)
+    model, x = Scores(), torch.randn(64, 64)
+    exact = [gradient_of(model, x, value) for value in (-1e9, -1e4)]
+    cfg = ["preset=activations_only", "activations.min_elements=0"]
+    model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
+    for value, found in zip((-1e9, -1e4), exact, strict=True):
+        error = gradient_of(model, x, value) - found
+        assert error.norm() <= 0.05 * found.norm()

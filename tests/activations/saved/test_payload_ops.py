@@ -1,6 +1,6 @@
 """The two ops of compiled graphs: their random bits, whatever order a compiler runs them in."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +9,7 @@ import torch
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.flatten import flatten
 from memtrain.compressors import Group
+from memtrain.compressors.log_group import of_logarithms
 from memtrain.kernels.dispatch import backend
 
 
@@ -143,3 +144,11 @@ def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels()
         for _ in range(2):
             assert torch.equal(decompress(compress(x), x.shape), sign * x)
     assert len(ways) == 1
+
+
+def test_unequal_compressors_have_unequal_forms():
+    """Graphs know a form by its text: of equal texts, the last one's compressor would serve."""
+    layout, group = flatten(torch.zeros(2, 3))[1], Group(bits=8)
+    forms = {payload_ops.form_of(one, layout, one.parts) for one in (group, of_logarithms(group))}
+    assert len(forms) == 2
+    assert [field.name for field in fields(Group) if field.compare and not field.repr] == []
