@@ -17,23 +17,11 @@ def wrap(
     *,
     max_norm: float | None = None,
 ) -> tuple[nn.Module, Optimizer]:
-    """`memtrain.wrap`, before `accelerator.prepare` or (without a GradScaler) after it.
+    """Call `memtrain.wrap` before `accelerator.prepare` or (without a GradScaler) after it.
 
-    Where gradients are released, `gradient_accumulation_steps` of the accelerator goes into the
-    config, and so does `max_norm`, in place of `accelerator.clip_grad_norm_`.
-
-    Args:
-        accelerator: An `accelerate.Accelerator`.
-        model: The model.
-        optimizer: Its optimizer.
-        cfg: Anything that `memtrain.wrap` takes.
-        max_norm: What the loop clips the global norm to; None without.
-
-    Returns:
-        As `memtrain.wrap`.
-
-    Raises:
-        ValueError: As `memtrain.wrap`.
+    If gradients are released, the config gets `gradient_accumulation_steps` of the accelerator, and
+    `max_norm`, the limit of the loop's `accelerator.clip_grad_norm_`. The other arguments, results
+    and errors are those of `memtrain.wrap`.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""axolotl: a plugin that trains with a wrapped model and optimizer, and says so at the start."""
+"""axolotl: a plugin that trains with a wrapped model and optimizer."""
 
 import logging
 from typing import Any
@@ -19,21 +19,18 @@ _LOG = logging.getLogger(__name__)
 class MemtrainPlugin(_BasePlugin):
     """`plugins: [memtrain.integrations.axolotl.MemtrainPlugin]` and `memtrain: balanced`.
 
-    axolotl's trainer is subclassed by `memtrain_trainer`. axolotl goes on without a plugin that
-    cannot be imported: look for the line that this one logs.
+    The plugin applies `memtrain_trainer` to axolotl's trainer. axolotl ignores a plugin that cannot
+    be imported: check for the line that this plugin logs.
     """
 
     memtrain_config: Any = None
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Read, check and log the key `memtrain`.
-
-        Args:
-            cfg: axolotl's config, as written.
+        """Read, check and log the key `memtrain` of axolotl's config.
 
         Raises:
-            ValueError: If the config is not valid, or for reinforcement learning, whose trainers
-                axolotl makes otherwise.
+            ValueError: If the config is not valid, or for reinforcement learning, which has other
+                trainers.
         """
         self.memtrain_config = cfg.get("memtrain")
         if cfg.get("rl"):
@@ -43,11 +40,7 @@ class MemtrainPlugin(_BasePlugin):
                      self.memtrain_config, config.weights, config.gradients)  # fmt: skip
 
     def get_trainer_cls(self, cfg: Any) -> type:
-        """Axolotl's trainer of language models, wrapped.
-
-        Args:
-            cfg: axolotl's config; not read.
-        """
+        """Return axolotl's trainer of language models, wrapped."""
         from axolotl.core.trainers import AxolotlTrainer  # pyright: ignore[reportMissingImports]
 
         return memtrain_trainer(AxolotlTrainer, self.memtrain_config)

@@ -10,10 +10,10 @@ from memtrain.optim.wrappers.ddp import models_in_ddp
 
 
 def memtrain_callback(cfg: Any = None) -> Any:
-    """A callback that wraps what `configure_optimizers` returned; the module's code stays.
+    """Return a callback that wraps the module and the result of `configure_optimizers`.
 
-    Where gradients are released, `gradient_clip_val` and `accumulate_grad_batches` go into the
-    config (`for_framework`), and the trainer clips no more. Its checkpoints resume bit for bit.
+    If gradients are released, the config gets `gradient_clip_val` and `accumulate_grad_batches`
+    (`for_framework`), and the trainer does not clip. Its checkpoints resume bit for bit.
 
     Args:
         cfg: Anything that `memtrain.wrap` takes.

@@ -1,4 +1,4 @@
-"""Logs the memory of training beside the loss: peak, predicted peak, and bytes by kind."""
+"""Logs of training memory: peak, predicted peak, and bytes by kind."""
 
 import sys
 from typing import Any
@@ -14,15 +14,11 @@ from memtrain.wrapped import ATTRIBUTE, plan_of
 
 
 class MemoryLog:
-    """Measures training memory, and gives it to the logger that the framework has.
+    """Measures training memory for the framework's logger (tensorboard, wandb, ...).
 
-    A plain loop calls `measure` and logs what it returns. `follow` lets transformers' Trainer log
-    it with each of its own logs, and `callback` is for Lightning: both reach tensorboard, wandb or
-    whatever the framework reports to.
-
-    Args:
-        predicted: The predicted peak in bytes, from before `wrap`:
-            `memtrain.estimate(model, batch, cfg).peak.nbytes`. None: it is not logged.
+    A loop calls `measure` and logs the result. `follow` is for transformers' Trainer, `callback`
+    for Lightning. `predicted` is the peak from before `wrap`:
+    `memtrain.estimate(model, batch, cfg).peak.nbytes`; None: it is not logged.
 
     Example:
         >>> import memtrain
@@ -41,17 +37,11 @@ class MemoryLog:
         self._restart()
 
     def measure(self, model: nn.Module, optimizer: Optimizer | None = None) -> dict[str, int]:
-        """Measure bytes now, and the peak.
+        """Return bytes by name for a model, wrapped or not, and its optimizer.
 
-        Args:
-            model: Wrapped or not.
-            optimizer: Its optimizer, whose states count.
-
-        Returns:
-            Name -> bytes. `peak`: on CUDA of torch's allocator, since the last call; else of the
-            whole process since its start (not on Windows).
-            `activations`, of a wrapped model: what the last recorded forward saved, with the plan.
-            `gradients`: those that are there now, none after `zero_grad`.
+        `peak` is that of torch's allocator since the last call on CUDA, else that of the process
+        since its start (not on Windows). `activations` are the saved tensors of a wrapped model's
+        last recorded forward. `gradients` are the current ones: none after `zero_grad`.
         """
         params = list(model.parameters())
         found: dict[str, int | None] = {
@@ -69,11 +59,7 @@ class MemoryLog:
         return {f"memtrain/{name}": size for name, size in found.items() if size is not None}
 
     def follow(self, trainer: Any) -> None:
-        """Add the numbers to everything that transformers' Trainer logs while it trains.
-
-        Args:
-            trainer: Before `train`; its reporters get them, and `state.log_history`.
-        """
+        """Add the numbers to all logs and to `state.log_history` of transformers' Trainer."""
         from transformers import TrainerCallback  # pyright: ignore[reportMissingImports]
 
         def on_log(
@@ -88,7 +74,7 @@ class MemoryLog:
         trainer.callback_handler.callbacks.insert(0, follower)  # before the reporters
 
     def callback(self) -> Any:
-        """A `lightning.pytorch.Callback` that logs the numbers after each batch."""
+        """Return a `lightning.pytorch.Callback` that logs the numbers after each batch."""
         from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 
         def after_batch(_: Any, trainer: Any, pl_module: Any, *args: Any) -> None:

@@ -1,4 +1,4 @@
-"""torchtitan: its optimizers, wrapped together with the parts of the model that they train."""
+"""torchtitan: optimizers that are wrapped together with the parts of the model."""
 
 from dataclasses import fields, make_dataclass
 from typing import Any
@@ -8,10 +8,10 @@ from memtrain.optim.states.checkpoint_options import CORRECTION
 
 
 def memtrain_optimizers(config: Any, cfg: Any = None) -> Any:
-    """A config of torchtitan's optimizers that are wrapped, with the model, when they are built.
+    """Return a config whose optimizers are wrapped, with the model, when torchtitan builds them.
 
-    torchtitan builds them after it has sharded the model, so that no model converter is needed. Its
-    checkpoints hold payloads, corrections and counters, and resume bit for bit.
+    torchtitan builds them after sharding the model, so no model converter is needed. Checkpoints
+    contain payloads, corrections and counters, and resume bit for bit.
 
     Args:
         config: An `OptimizersContainer.Config`, such as `default_adamw(lr=3e-4)`: of one class of
@@ -58,19 +58,19 @@ class _WrappingContainer:
         ]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what `state_dict` returned, also what is in no optimizer's live `state`."""
-        # Loaded in place, they may be the live ones, which are dropped where a weight was written.
+        """Load the result of `state_dict`, also the parts that are in no optimizer's `state`."""
+        # Tensors loaded in place may be the live corrections, which a written weight discards.
         state_dict = {
             key: value.clone() if key.endswith(CORRECTION) else value
             for key, value in state_dict.items()
         }
-        self.state_dict()  # makes the states that are not there yet  # pyright: ignore
+        self.state_dict()  # creates missing states  # pyright: ignore
         for optimizer in self.optimizers:
             optimizer.load_state_dict(_nested(optimizer.state_dict(), state_dict))
 
 
 def _nested(target: dict[str, Any], flat: dict[str, Any]) -> dict[str, Any]:
-    """A checkpoint of the form of `target`, from torchtitan's keys `state.<parameter>.<state>`."""
+    """Nest torchtitan's keys `state.<parameter>.<state>` like the checkpoint `target`."""
     names = dict(
         pair
         for group in target["param_groups"]

@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`, and whatever subclasses it, as TRL's trainers do."""
+"""Hugging Face's `Trainer` and its subclasses, such as TRL's trainers."""
 
 from typing import Any, TypeVar
 
@@ -16,12 +16,12 @@ T = TypeVar("T")
 
 
 def memtrain_trainer(trainer: type[T], cfg: Any = None) -> type[T]:
-    """A subclass of a trainer whose model and optimizer are wrapped when the optimizer is made.
+    """Return a subclass of a trainer that wraps model and optimizer when it creates the optimizer.
 
-    That is before the model is put into DDP or FSDP2 and the scheduler is made; under FSDP2, where
-    the config does not keep weights and gradients, right after, of weights that were made two bytes
-    before. Checkpoints of the trainer resume bit for bit. Where gradients are released,
-    `max_grad_norm` and `gradient_accumulation_steps` go into the config (`for_framework`).
+    This is before DDP or FSDP2 and before the scheduler. Under FSDP2, a config that changes weights
+    or gradients is applied after sharding, to weights that were converted before. Checkpoints of
+    the trainer resume bit for bit. If gradients are released, the config gets `max_grad_norm` and
+    `gradient_accumulation_steps` (`for_framework`).
 
     Args:
         trainer: `transformers.Trainer`, `trl.SFTTrainer` ...; made with the same arguments.
@@ -60,7 +60,7 @@ class _WrappingTrainer:
         _check(self.args, self.memtrain_config)
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Optimizer:
-        """The trainer's optimizer, wrapped together with the model."""
+        """Return the trainer's optimizer, wrapped together with the model."""
         optimizer = super().create_optimizer(*args, **kwargs)  # pyright: ignore
         model = (*args, kwargs.get("model"), self.model)[0] or self.model
         if self._waits_for_shards():
@@ -78,7 +78,7 @@ class _WrappingTrainer:
         return self.optimizer
 
     def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """The trainer's scheduler; what had to be sharded first is wrapped before it is made."""
+        """Return the trainer's scheduler; a sharded model is wrapped first."""
         if self._waits_for_shards():
             self._wrap(self.model, self.optimizer)
         return super().create_scheduler(*args, **kwargs)  # pyright: ignore
@@ -97,7 +97,7 @@ class _WrappingTrainer:
         _, self.optimizer = memtrain.wrap(model, optimizer, config)
 
     def _waits_for_shards(self) -> bool:
-        """Whether FSDP2 is to put in parameters whose weights or gradients are not kept."""
+        """Return whether FSDP2 shards parameters whose weights or gradients the config changes."""
         config = config_of(self.memtrain_config)
         kept = config.weights == KEEP and config.gradients == KEEP
         return not kept and getattr(self.accelerator, "is_fsdp2", False)
@@ -113,8 +113,8 @@ class _WrappingTrainer:
         return released.norm
 
     def _released(self) -> ReleaseGradients | None:
-        """The optimizer, where it releases gradients: there is nothing to clip for the trainer."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # accelerate's is around
+        """Return the optimizer if it releases gradients: the trainer then has none to clip."""
+        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's
         return releasing(optimizer)
 
 

@@ -1,4 +1,4 @@
-"""The memory that training takes, before it starts: of a batch, or of a data set's worst."""
+"""Prediction of the peak for a batch, or for the largest batch of a data set."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -24,22 +24,21 @@ class Estimate:
     """The predicted peak of a training step."""
 
     timeline: Timeline
-    """Of the batch, or of the worst of a data set's."""
+    """The step of the batch, or of the largest batch of a data set."""
     worst: tuple[int, int] | None
-    """Samples and tokens of that batch; None where a batch was given."""
+    """Samples and tokens of that batch; None without `lengths`."""
     peaks: Mapping[tuple[int, int], int]
-    """Samples and tokens -> peak in bytes, of every size that was predicted."""
+    """Samples and tokens -> peak in bytes, for every predicted size."""
 
     @property
     def peak(self) -> Moment:
-        """The moment when most is alive."""
+        """The moment with most live bytes."""
         return self.timeline.peak
 
     def fits(self, memory: str | int) -> bool:
-        """Whether the peak is at most `memory`: `"24GiB"`, or bytes.
+        """Return whether the step fits a memory of `"24GiB"`, or of a number of bytes.
 
-        On CUDA the whole device's: the allocator's cache and the CUDA context count
-        (`Timeline.needed`). Raises ValueError if it is not a size.
+        On CUDA, the allocator's cache and the CUDA context count (`Timeline.needed`).
         """
         return self.timeline.needed.nbytes <= parse_size(memory, "memory")
 
@@ -109,9 +108,9 @@ def estimate(
         if batch is None:
             raise ValueError("estimate needs a batch, or lengths")
         return Estimate(predict(model, optimizer, batch, cfg, options), None, {})
-    given = _text_batch(model) if batch is None else batch
+    batch = _text_batch(model) if batch is None else batch
     timelines = {
-        size[:2]: predict(model, optimizer, _sized(given, *size), cfg, options)
+        size[:2]: predict(model, optimizer, _sized(batch, *size), cfg, options)
         for size in _largest_ones(_sizes(lengths, batch_size))
     }
     peaks = {size: timeline.needed.nbytes for size, timeline in timelines.items()}
@@ -120,38 +119,40 @@ def estimate(
 
 
 def _sizes(lengths: Iterable[Any], batch_size: int) -> set[_Size]:
-    """Of the batches that may come up, those that may be the largest."""
-    found = [one if isinstance(one, int) else tuple(one) for one in lengths]
-    samples = [one for one in found if isinstance(one, int)]
-    batches: Sequence[tuple[int, ...]] = [one for one in found if not isinstance(one, int)]
+    """Return the sizes of the batches that may be the largest."""
+    found = [length if isinstance(length, int) else tuple(length) for length in lengths]
+    samples = [length for length in found if isinstance(length, int)]
+    batches: Sequence[tuple[int, ...]] = [x for x in found if not isinstance(x, int)]
     if samples and batches:
         raise ValueError("lengths are of samples or of batches: whole numbers, or lists of them")
-    least = min([*samples, *(x for one in batches for x in (len(one), *one))], default=0)
+    least = min([*samples, *(n for batch in batches for n in (len(batch), *batch))], default=0)
     if least < 1 or batch_size < 1:
         raise ValueError(
             f"the smallest of lengths is {least}, batch_size={batch_size}; allowed: 1 or more"
         )
-    if samples:  # shuffled: any may come together, the longest with the shortest
+    if samples:  # shuffled: any samples may form a batch, the longest with the shortest
         n = min(batch_size, len(samples))
         batches = [(max(samples),) if n == 1 else (*[max(samples)] * (n - 1), min(samples))]
-    return {(len(one), max(one), min(one) < max(one)) for one in batches}
+    return {(len(batch), max(batch), min(batch) < max(batch)) for batch in batches}
 
 
 def _largest_ones(sizes: set[_Size]) -> list[_Size]:
-    """Those that no other one is at least as large as in every respect."""
+    """Return the sizes that no other size dominates."""
     return [
-        one
-        for one in sorted(sizes)
+        size
+        for size in sorted(sizes)
         if not any(
-            other != one and all(a >= b for a, b in zip(other, one, strict=True)) for other in sizes
+            other != size and all(a >= b for a, b in zip(other, size, strict=True))
+            for other in sizes
         )
     ]
 
 
 def _sized(batch: Any, samples: int, length: int, padded: bool) -> Any:
     sized = resized(resized(batch, "seq", length), "batch", samples)
-    if isinstance(sized, Mapping) and _MASK in sized:  # with data: padding makes transformers build
-        mask = torch.ones(samples, length, dtype=sized[_MASK].dtype)  # another one
+    if isinstance(sized, Mapping) and _MASK in sized:
+        # With data: transformers builds another mask for padding.
+        mask = torch.ones(samples, length, dtype=sized[_MASK].dtype)
         mask[-1, -1] = 0 if padded else 1
         return {**sized, _MASK: mask}
     return sized

@@ -25,18 +25,18 @@ GROWTH = 8
 
 @dataclass(frozen=True)
 class Largest:
-    """The size that fits, and the simulated peaks that show it."""
+    """The largest size that fits, and all simulated peaks."""
 
     size: int
     """Samples, or tokens per sample; 0 if no size fits."""
     timeline: Timeline | None
-    """Of the step of that size; None for size 0."""
+    """The step of that size; None for size 0."""
     peaks: Mapping[int, int]
-    """Size -> bytes that the step needs of the device, for every size that was tried."""
+    """Size -> bytes that the step needs, for every simulated size."""
     what: str = "batch"
     """`batch` or `seq`."""
     memory: int = 0
-    """Bytes that it had to fit."""
+    """Bytes of the memory."""
 
     def __str__(self) -> str:
         lines = [f"largest {self.what} in {format_size(self.memory)}: {self.size or 'none'}"]
@@ -112,7 +112,7 @@ def largest(  # noqa: PLR0913 (most have a default)
 
 
 def search(peak: Callable[[int], int], memory: int, most: int) -> int:
-    """The largest size in 1 .. `most` whose peak (size -> bytes, not falling) fits; 0 if none.
+    """Return the largest size in 1 .. `most` whose peak (not falling) fits; 0 if none fits.
 
     Example:
         >>> search(lambda size: 10 + 3 * size, 100, 1000)
@@ -126,8 +126,8 @@ def search(peak: Callable[[int], int], memory: int, most: int) -> int:
             break
         slope = (peak(high) - peak(low)) / max(1, high - low)
         reach = int(min((memory - peak(fits)) / slope, over)) if slope > 0 else over
-        # A bent curve would be followed in small steps; a size far beyond the memory takes long to
-        # simulate.
+        # Extrapolation makes small steps on a bent curve, and a size far beyond the memory takes
+        # long to simulate.
         third = turn % 3 == 0
         if over <= most:
             ahead = (over - fits) // 2 if third else reach
@@ -140,7 +140,7 @@ def search(peak: Callable[[int], int], memory: int, most: int) -> int:
 
 
 def resized(batch: Any, what: str, size: int) -> Any:
-    """A batch of another size, without data.
+    """Return a batch of another size, without data.
 
     Example:
         >>> tokens = torch.ones(2, 8)
@@ -161,12 +161,12 @@ def _resized(x: Tensor, *, old: int, what: str, new: int) -> Tensor:
 
 
 def _extent(batch: Any, what: str) -> int:
-    """The batch's present size."""
-    place = WHAT.index(what)
+    """Return the batch's size."""
+    dim = WHAT.index(what)
     for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor) and leaf.dim() > place:
-            return leaf.shape[place]
-    raise ValueError(f"what={what!r}: no tensor of the batch has {place + 1} dimensions")
+        if isinstance(leaf, Tensor) and leaf.dim() > dim:
+            return leaf.shape[dim]
+    raise ValueError(f"what={what!r}: no tensor of the batch has {dim + 1} dimensions")
 
 
 def _check(batch: Any, memory: int, what: str, most: int) -> None:
