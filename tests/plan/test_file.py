@@ -54,14 +54,7 @@ def decisions(plan):
 
 
 @pytest.mark.parametrize(
-    "preset",
-    [
-        *("balanced", "all_four", "gact4"),
-        *(
-            pytest.param(name, marks=pytest.mark.nightly)
-            for name in ("actnn_l4", "fewbit3", "exact")
-        ),
-    ],
+    "preset", ["balanced", "all_four", "gact4", "actnn_l4", "fewbit3", "exact"]
 )
 def test_a_round_trip_decides_the_same(preset, tmp_path):
     plan = planned(preset)
@@ -69,7 +62,7 @@ def test_a_round_trip_decides_the_same(preset, tmp_path):
     plan.save(path)
     again = planned(str(path))
     assert decisions(again) == decisions(plan)
-    assert again.to_yaml() == plan.to_yaml()
+    assert yaml.safe_load(again.to_yaml()) == yaml.safe_load(plan.to_yaml())
 
 
 def test_a_wrapped_model_trains_to_the_same_bits(tmp_path):
