@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memtrain.activations.intercept.compiler_internals import is_compiled
 from memtrain.activations.intercept.graph_saves import HOST, NO_FAKE
 from memtrain.activations.intercept.hooks import Interception
-from memtrain.activations.intercept.inlined_hooks import UNSUPPORTED
+from memtrain.activations.intercept.inlined_hooks import EQUAL, UNSUPPORTED
 from memtrain.activations.saved.site import (
     CUSTOM_FUNCTION,
     FOREIGN_HOOKS,
@@ -53,6 +53,7 @@ _FIXES = {
         "train with another backend, call torch.compiler.reset() before the model's next forward, "
         "or set preset=optimizer_only"
     ),
+    EQUAL: "call torch.compiler.reset() before the model's next forward",
     _IN_GRAPH: (
         "set torch._functorch.config.activation_memory_budget, call torch.utils.checkpoint in the "
         "model itself, or set activations.recompute=[]"
@@ -103,9 +104,8 @@ class FirstStepReport:
     With `strict` in the plan, the hook raises instead.
     """
 
-    def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
+    def __init__(self, plan: Plan, interception: Interception) -> None:
         self._plan, self._interception = plan, interception
-        self._is_compiled = any(map(is_compiled, model.modules()))
         self._frames, self._done = _compiled_frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
@@ -142,7 +142,10 @@ class FirstStepReport:
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
-        compiled = not seen and (self._is_compiled or _compiled_frames() != self._frames)
+        compiled = not seen and (
+            _compiled_frames() != self._frames
+            or any(map(is_compiled, self._interception.model.modules()))
+        )
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED

@@ -25,6 +25,8 @@ _LEAVES = {Tensor, type(None), bool, int, float}
 
 UNSUPPORTED = "it ran inside torch.compile, whose graphs this version of torch keeps to itself"
 """Why a compiled forward is left alone where torch's inside is another one."""
+EQUAL = "it ran by the graph of an equal module, which was compiled for a model that is not wrapped"
+"""Why a compiled forward is left alone for which no graph was compiled."""
 
 
 class CompiledGraphs:
@@ -46,6 +48,8 @@ class CompiledGraphs:
         self.model, self.saved, self.on_graphs = model, saved, on_graphs
         self.why = ""
         """Why a graph was left alone, if one was."""
+        self.compiled = False
+        """Whether a graph was compiled with hooks."""
         self.root = ""
         """Path of the module whose forward runs now, not traced."""
         self.regions: frozenset[str] = frozenset()
@@ -78,6 +82,8 @@ class CompiledGraphs:
         graphs, self._open = self._open, []
         given, self._given = self._given, {}
         own, self._own = self._own or [], None
+        if given and not self.compiled:
+            self.why = self.why or EQUAL
         if not graphs:
             return []
         storages = {path: [storage.cdata for _, storage in xs] for path, xs in given.items()}
@@ -120,6 +126,7 @@ class CompiledGraphs:
             inside = self._own is not None
             if not inside:
                 self.root = ""
+            self.compiled = True
             before = internals.configure(self.settings)
             try:
                 with saved_tensors_hooks(*self._hooks()):

@@ -250,15 +250,21 @@ def test_graphs_of_a_plain_model_do_not_serve_a_wrapped_one_that_is_compiled_lat
     assert beside == alone < plain / 2
 
 
-def test_a_graph_of_an_equal_module_that_is_uncompressed_is_reported_with_its_remedy():
+@pytest.mark.parametrize("how", ["torch.compile", "model.compile", "a block"])
+def test_a_graph_of_an_equal_module_that_is_uncompressed_is_reported_with_its_remedy(how):
     def make():
-        return torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=BACKEND)
+        if how == "torch.compile":
+            return torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=BACKEND)
+        model = nets.Model(blocks=1)
+        (model if how == "model.compile" else model.h[0]).compile(backend=BACKEND)
+        return model
 
     def step():
         for one in (plain, model):
             one(x).sum().backward()
 
-    plain, model, x = make(), make(), torch.randn(128, 64)
+    plain, model, x = make(), make(), nets.tokens()
+    x = torch.randn(128, 64) if how == "torch.compile" else x
     model, optimizer = wrapped(model)
     step()
     with pytest.warns(RuntimeWarning, match=r"torch\.compiler\.reset\(\)"):
