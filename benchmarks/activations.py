@@ -64,9 +64,9 @@ def jobs(options: Options) -> Iterator[Job]:
             for name, bits, fields in PAIRS:
                 if wanted(name, bits):
                     yield from pair(name, fields, n, dtype, options)
-    if wanted("mask", 1):
+    if wanted("integers", 1):
         for n in sizes(options):
-            yield from pair("mask", {}, n, torch.bool, options)
+            yield from pair("integers", {"limit": 2}, n, torch.bool, options)
 
 
 def _labels(op: str, baseline: str, bits: int | str, shape: tuple[int, ...], dtype: Any) -> Any:

@@ -26,11 +26,11 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 46_000,
-    "lines of the tests": 42_800,
+    "lines of the package": 42_000,
+    "lines of the tests": 41_700,
     "lines of experiments and benchmarks": 4_500,
-    "classes": 227,
-    f"files above {LONGEST} lines": 1,
+    "classes": 190,
+    f"files above {LONGEST} lines": 0,
     "private words": 0,
     "private words in identifiers": 0,
     "words of the documentation": 28_000,

@@ -227,7 +227,9 @@ def _register_optimizer_hooks(
 ) -> None:
     """Register step, state_dict and load_state_dict hooks on each optimizer."""
     model, interception = inside_compiled(outer_model) or outer_model, wrapped.interception
-    first = None if interception is None else FirstStepReport(wrapped.plan, interception)
+    first = None
+    if interception is not None:
+        first = FirstStepReport(wrapped.plan, interception, outer_model)
     if first is not None and not optimizers:
         wrapped.handles += first.attach_model(model)
     untrained = UntrainedParameters(model, optimizers, interception)

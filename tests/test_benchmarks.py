@@ -88,7 +88,7 @@ def test_activations_quick(command, monkeypatch, tmp_path, capsys):
         assert {("relu fwd+bwd", "1", dtype), ("dropout fwd+bwd", "1", dtype)} <= ops
         assert {("group compress", "2", dtype), ("group decompress", "4", dtype)} <= ops
         assert ("derivative compress", "3", dtype) in ops
-    assert ("mask decompress", "", "bool") in ops
+    assert ("integers decompress", "", "bool") in ops
     for row in rows:
         assert float(row["ours_ms_p10"]) <= float(row["ours_ms_p50"]) <= float(row["ours_ms_p90"])
         assert row["rounds"] == "2"

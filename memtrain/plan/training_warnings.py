@@ -104,8 +104,9 @@ class FirstStepReport:
     With `strict` in the plan, the hook raises instead.
     """
 
-    def __init__(self, plan: Plan, interception: Interception) -> None:
+    def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
         self._plan, self._interception = plan, interception
+        self._is_compiled = any(map(is_compiled, model.modules()))
         self._frames, self._done = _compiled_frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
@@ -142,10 +143,7 @@ class FirstStepReport:
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
-        compiled = not seen and (
-            _compiled_frames() != self._frames
-            or any(map(is_compiled, self._interception.model.modules()))
-        )
+        compiled = not seen and (self._is_compiled or _compiled_frames() != self._frames)
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED

@@ -46,6 +46,7 @@ _SATURATING = (
     ActivationRule(op="@saturating", compressor=KEEP),
 )
 _SILU = ActivationRule(op="silu", compressor={**_NARROW, "bits": 5})
+_ELU = ActivationRule(op="elu|celu|selu", compressor=_WIDE)
 _MOMENTUM = "exp_avg|momentum_buffer"
 
 
@@ -64,9 +65,9 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     none = ActivationRule(op="@nonlinear", compressor=KEEP)
     rest = [*_BIAS, rows, ActivationRule(compressor=group)]
     return {
-        BALANCED: [*_SATURATING, _HARDSWISH, _SILU, codes, *rest],
-        CODES: [*_SATURATING, *_EXACT_CODES, codes, *rest],
-        GROUPS: [*_SATURATING, *_EXACT_CODES, smooth, codes, *rest],
+        BALANCED: [*_SATURATING, _HARDSWISH, _SILU, _ELU, codes, *rest],
+        CODES: [*_SATURATING, *_EXACT_CODES, _ELU, codes, *rest],
+        GROUPS: [*_SATURATING, *_EXACT_CODES, _ELU, smooth, codes, *rest],
         ONLY_CODES: [*_EXACT_CODES, codes],
         ONLY_GROUPS: [*_EXACT_CODES, none, *rest],
     }[scheme]

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, is_grad_enabled, nn
 from torch._ops import OpOverload, OpOverloadPacket
+from torch.compiler import is_compiling
 from torch.nn import functional
 from torch.overrides import (
     _get_current_function_mode_stack,
@@ -104,7 +105,8 @@ class WrittenOut:
         module = self._module()
         if module is None:
             raise ReferenceError("the module of this forward was deleted")
-        if len(args) == 1 and not kwargs and _takes(module, args[0]):
+        is_one_op = len(args) == 1 and not kwargs and not is_compiling()
+        if is_one_op and _takes(module, args[0]):
             return written_out(module, args[0])
         return type(module).forward(module, *args, **kwargs)
 

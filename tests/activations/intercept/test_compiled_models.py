@@ -133,17 +133,17 @@ def test_offsets_of_max_pooling_take_the_bits_of_their_window_and_are_exact():
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ["cifar_resnet18", "resnet", "vit", "gpt2", "llama"])
-def test_graphs_of_families_hold_no_more_than_their_eager_plans(name):
+def test_graphs_of_families_hold_a_fifth_of_what_they_hold_without_memtrain(name):
     pytest.importorskip("transformers")
-    case, found = FAMILIES[name](), []
+    case = FAMILIES[name]()
     x, *_ = case.batch.values() if isinstance(case.batch, dict) else case.batch
-    for run in (lambda model: model, lambda model: torch.compile(model, backend=decomposing)):
-        model, _ = wrapped(copy.deepcopy(case.model))
-        y = run(model)(x)
-        now = held(getattr(y, "logits", y), x, *model.parameters(), *model.buffers())
-        found.append(planned(model)[0])
-    eager, compiled = found
-    assert now == compiled <= 1.05 * eager
+    found = []
+    for model in (copy.deepcopy(case.model), case.model):
+        if model is case.model:
+            wrapped(model)
+        y = torch.compile(model, backend=decomposing)(x)
+        found.append(held(getattr(y, "logits", y), x, *model.parameters(), *model.buffers()))
+    assert found[1] == planned(case.model)[0] < found[0] / 5
 
 
 @pytest.mark.nightly
