@@ -34,11 +34,12 @@ def fused(name, **options):
 OPTIMIZERS = {
     "AdamW4bit": fused("AdamW4bit"),
     "AdamW4bit block": fused("AdamW4bit", second="B128/Linear"),
-    "AdamW4bitFactor": fused("AdamW4bitFactor"),
+    # Rounded to nearest: stochastic rounding depends on the split.
+    "AdamW4bitFactor": fused("AdamW4bitFactor", first="B128/DE"),
     "AdamW8bitFactor": fused("AdamW8bitFactor"),
     "AdamW8bit": fused("AdamW8bit"),
     "SGD4bit": fused("SGD4bit", momentum=0.9),
-    "Lion4bit": fused("Lion4bit"),
+    "Lion4bit": fused("Lion4bit", first="B128/DE"),
     "AdamW4bitFactor 2 bits": fused("AdamW4bit", first="Lloyd-Max", second="factored"),
     "not fused": fused("AdamW4bit", first="identity"),
     "NAdam": general("NAdam"),
