@@ -11,7 +11,7 @@ from memtrain.kernels.group import group
 from memtrain.kernels.norm.norm import Codes
 
 _BELOW = -120.0
-"""What the floor decodes to: its exp() is 0 in float32."""
+"""Decoded value of elements at the floor: its exp() is 0 in float32."""
 SHORTEST_ROW = 32
 """Bounds of shorter groups take more than a quarter of the bytes of 4-bit codes."""
 

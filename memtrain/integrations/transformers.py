@@ -7,6 +7,7 @@ from torch.optim import Optimizer
 import memtrain
 from memtrain.config.sources import KEEP
 from memtrain.integrations.framework import config_of, for_framework, passes, uses_ddp
+from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.wrappers.host_states import releasing
 from memtrain.optim.wrappers.release import ReleaseGradients
 from memtrain.optim.wrappers.weights import parse
@@ -114,8 +115,7 @@ class _WrappingTrainer:
 
     def _released(self) -> ReleaseGradients | None:
         """Return the optimizer if it releases gradients: the trainer then has none to clip."""
-        optimizer = getattr(self.optimizer, "optimizer", self.optimizer)  # inside accelerate's
-        return releasing(optimizer)
+        return releasing(inner_optimizer(self.optimizer))  # inside accelerate's
 
 
 def _check(args: Any, cfg: Any) -> None:

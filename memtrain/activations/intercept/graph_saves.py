@@ -23,7 +23,8 @@ from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.attention import KERNELS
 from memtrain.activations.saved.fit import FLOATS, fit
-from memtrain.activations.saved.flatten import flatten
+from memtrain.activations.saved.flatten import layout_of
+from memtrain.activations.saved.payload import compress
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Record, Site
 from memtrain.compressors import Compressor, Group, Host, Keep, Key
@@ -200,10 +201,9 @@ def _strictness(chosen: Compressor | Keep, x: Tensor) -> float:
 
 def _payload(compressor: Compressor, x: Tensor) -> tuple[str, int, int]:
     """Return the form, the number of tensors and the bytes of a payload."""
-    flat, layout = flatten(x)
-    parts = compressor.compress(x if compressor.shaped else flat, key=Key()).tensors
-    form = payload_ops.form_of(compressor, layout, list(parts))
-    return form, len(parts), sum(part.nbytes for part in parts.values())
+    packed, _ = compress(x, compressor, Key())
+    form = payload_ops.form_of(compressor, layout_of(x), [*packed.tensors])
+    return form, len(packed.tensors), packed.nbytes
 
 
 # -- where a graph compresses and decompresses: next to a tensor's other uses ----------------------

@@ -388,7 +388,7 @@ class _Hooked:
     def before(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Return the pre-hook."""
+        """Enter the module: extend the path, and begin an outermost forward."""
         owner = self.owner
         if is_compiling():
             owner.claim()

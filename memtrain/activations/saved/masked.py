@@ -7,7 +7,12 @@ one step for all others.
 from collections.abc import Container, Sequence
 from typing import Any
 
-from memtrain.activations.saved.known_ops import CASTS, MULTIPLIES, SENTINELS, VIEWS, node_classes
+from memtrain.activations.saved.known_ops import (
+    MULTIPLIES,
+    SAME_VALUES,
+    SENTINELS,
+    node_classes,
+)
 from memtrain.activations.saved.site import tensors_of
 
 JOINS = node_classes(
@@ -21,13 +26,12 @@ _WRITES = node_classes(
 )
 """Nodes that write some elements, which may be such numbers."""
 _SELECTS = (
-    VIEWS
-    | CASTS
+    SAME_VALUES
     | MULTIPLIES
     | node_classes(
-        *("CatBackward0", "CloneBackward0", "DivBackward0", "GatherBackward0", "IndexBackward0"),
-        *("IndexSelectBackward0", "NativeDropoutBackward0", "SplitBackward0", "StackBackward0"),
-        *("SplitWithSizesBackward0", "UnbindBackward0"),
+        *("CatBackward0", "DivBackward0", "GatherBackward0", "IndexBackward0"),
+        *("IndexSelectBackward0", "SplitBackward0", "SplitWithSizesBackward0", "StackBackward0"),
+        "UnbindBackward0",
     )
 )
 """Nodes whose output has elements of an input, times something else."""
