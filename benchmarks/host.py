@@ -5,7 +5,7 @@
 
 GPT-2 of 12 layers at width 64, everything compressed (`min_elements` low): the tensors are so small
 that nearly all of it is Python and launches, which a GPU's host does too. Forward, backward and
-step are timed on their own, plain and wrapped in turn; the sums are the last row. Where the model
+step are timed on their own, plain and then wrapped; the sums are the last row. Where the model
 is compiled, whole or by blocks, both are.
 """
 
@@ -61,18 +61,15 @@ class Step:
 
 
 def _rows(preset: str, options: Options, layers: int, width: int, compiled: str) -> list[Row]:
-    sides = {"plain": "", "ours": preset}
     size: dict[str, Any] = {"layers": layers, "width": width, "compiled": compiled}
-    steps = {side: Step(name, **size) for side, name in sides.items()}
     now = time.process_time if options.clock == "cpu" else time.perf_counter
-    for step in steps.values():
+    times: dict[str, list[tuple[float, ...]]] = {}
+    for side, name in {"plain": "", "ours": preset}.items():
+        step = Step(name, **size)  # `wrap` discards the graphs of the plain model
         for _ in range(3):  # the first forward records the plan's sites
             step.run(now)
-    times: dict[str, list[tuple[float, ...]]] = {side: [] for side in steps}
-    for _ in range(options.rounds * (1 if options.quick else 5)):
-        for side, step in steps.items():
-            each = step.run(now)
-            times[side].append((*each, sum(each)))
+        every = [step.run(now) for _ in range(options.rounds * (1 if options.quick else 5))]
+        times[side] = [(*each, sum(each)) for each in every]
     rows = []
     for k, part in enumerate((*PARTS, "all")):
         plain, ours = ([t[k] for t in times[side]] for side in ("plain", "ours"))

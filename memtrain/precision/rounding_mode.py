@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from memtrain.activations.intercept.compiler_internals import run_by_tracer
-from memtrain.activations.intercept.replaced_ops import recognise_module, written_out
+from memtrain.activations.intercept.replaced_ops import Recogniser, written_out
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.precision.tensor_names import TensorNames
 
@@ -48,12 +48,14 @@ class RoundingMode(TorchFunctionMode):
         args, kwargs = self.arguments(module, name, args, kwargs)
         return self.result(module, _op_name(name, args), args, kwargs, func(*args, **kwargs))
 
-    def _written_out(self, module: nn.Module, x: Tensor) -> Any:
+    def _written_out(
+        self, recognise: Recogniser, original: Any, module: nn.Module, x: Tensor
+    ) -> Any:
         """Run a module as one op, of which only the result is rounded."""
-        call = recognise_module(module, x)
+        call = recognise(module, x)
         name = "" if call is None else call.op
         self.arguments(self.module, name, (x,), {})
-        return self.result(self.module, name, (x,), {}, written_out(module, x))
+        return self.result(self.module, name, (x,), {}, written_out(recognise, original, module, x))
 
     def attach(self, saved: SavedTensors) -> None:
         """Set the `SavedTensors` of the forwards."""

@@ -38,7 +38,7 @@ from memtrain.activations.intercept.reentrancy import (
     suspended,
     top_hooks,
 )
-from memtrain.activations.intercept.replaced_ops import Replacements, WrittenOut, writes_out
+from memtrain.activations.intercept.replaced_ops import Replacements, replace_forward
 from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.origin import in_transform, refuse_replica
@@ -97,6 +97,7 @@ class Interception:
         )
         self._recorded: set[str] = set()  # modules whose forward, as the outermost, is known
         self._handles: list[Any] = []
+        self._classes: set[type[nn.Module]] = set()  # whose forward may run as one op
         self._clear()
 
     def _clear(self) -> None:
@@ -114,6 +115,8 @@ class Interception:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._refer_to(state.pop("model"))
         vars(self).update(state)
+        for cls in self._classes:  # of another process
+            replace_forward(cls)
         self._clear()
 
     def _refer_to(self, model: nn.Module) -> None:
@@ -149,8 +152,8 @@ class Interception:
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
             order_beneath(module._forward_hooks)
-            if writes_out(module):
-                vars(module)["forward"] = WrittenOut(module)
+            if replace_forward(type(module)):
+                self._classes.add(type(module))
         self.recompute.attach(self.model)
 
     def detach(self) -> None:
@@ -161,10 +164,6 @@ class Interception:
             handle.remove()
         self._handles = []
         self.recompute.detach()
-        model = self._model()
-        for module in () if model is None else model.modules():
-            if isinstance(vars(module).get("forward"), WrittenOut):
-                del module.forward
 
     def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Run a module's forward again in its backward, under its path."""

@@ -1,7 +1,7 @@
 """Ops that are replaced whole, by the torch function that is called."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import partial
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -28,9 +28,9 @@ from memtrain.activations.saved.site import Site
 from memtrain.activations.saved.store import is_unwritten, mark_unwritten
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.register import Registered
-from memtrain.optim.wrappers.wrapper import WeakRef
 
 Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
+Recogniser = Callable[[nn.Module, Tensor], Call | None]
 
 # torch's own form of these saves its result, not its input.
 _SAVE_RESULTS = ("relu", "sigmoid", "tanh")
@@ -63,67 +63,63 @@ def _replaced() -> Iterator[tuple[Any, tuple[Recognise, str]]]:
 
 
 def _recognise_written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
-    module, x = args
-    return recognise_module(module, x)
+    recognise, _, module, x = args
+    return recognise(module, x)
 
 
-def recognise_module(module: nn.Module, x: Any) -> Call | None:
-    """Return the `Call` of a module that implements one op, recognized by its source code."""
-    if not isinstance(x, Tensor):
-        return None
-    if nonlinear.form_of(type(module)) is not None:
-        return nonlinear.recognise_module(module, x)
-    return norms.recognise_module(module, x)
+def recogniser(cls: type[nn.Module]) -> Recogniser | None:
+    """Return what makes a `Call` of a module of a class that writes one op (such as GELU) out.
 
-
-def writes_out(module: nn.Module) -> bool:
-    """Return whether a module implements one op (such as GELU) with several torch calls."""
-    cls = type(module)
-    known = nonlinear.form_of(cls) is not None or norms.form_of(cls) is not None
-    return known and "forward" not in vars(module)
-
-
-def written_out(module: nn.Module, x: Tensor) -> Any:
-    """Run the forward of a module as one torch function, which modes see."""
-    if has_torch_function_unary(x):
-        return handle_torch_function(written_out, (x,), module, x)
-    return type(module).forward(module, x)
-
-
-class WrittenOut:
-    """Replacement for the `forward` of a module that implements one op with several torch calls.
-
-    If a rule matches, the op runs as one call; otherwise the original `forward` runs. The module is
-    referenced weakly.
+    The class is known by the source of its forward; None for any other.
     """
-
-    def __init__(self, module: nn.Module) -> None:
-        self._module = WeakRef(module)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The forward."""
-        module = self._module()
-        if module is None:
-            raise ReferenceError("the module of this forward was deleted")
-        is_one_op = len(args) == 1 and not kwargs and not is_compiling()
-        if is_one_op and _takes(module, args[0]):
-            return written_out(module, args[0])
-        return type(module).forward(module, *args, **kwargs)
-
-    def __getstate__(self) -> dict[str, nn.Module | None]:
-        return {"module": self._module()}
-
-    def __setstate__(self, state: dict[str, nn.Module | None]) -> None:
-        self._module = WeakRef(state["module"])  # the copy of the module, which has this forward
+    if (op := nonlinear.form_of(cls)) is not None:
+        return partial(nonlinear.recognise_module, op)
+    if (form := norms.form_of(cls)) is not None:
+        return partial(norms.recognise_module, form)
+    return None
 
 
-def _takes(module: nn.Module, x: Any) -> bool:
+def replace_forward(cls: type[nn.Module]) -> bool:
+    """Let the forward of a class that writes one op out run as one call, where a rule matches.
+
+    The new forward belongs to the class, so that torch.compile uses one graph for equal modules.
+    It runs the original one wherever no `OpMode` is active.
+
+    Returns:
+        Whether the class writes one op out.
+    """
+    recognise, original = recogniser(cls), vars(cls).get("forward")
+    if recognise is None or original is None:
+        return False
+    if hasattr(original, "original"):
+        return True
+
+    @wraps(original)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        is_one_op = type(self) is cls and len(args) == 1 and not kwargs and not is_compiling()
+        if is_one_op and _takes(recognise, self, args[0]):
+            return written_out(recognise, original, self, args[0])
+        return original(self, *args, **kwargs)
+
+    forward.original = original  # pyright: ignore[reportAttributeAccessIssue]
+    cls.forward = forward
+    return True
+
+
+def written_out(recognise: Recogniser, original: Any, module: nn.Module, x: Tensor) -> Any:
+    """Run the original forward of a module as one torch function, which modes see."""
+    if has_torch_function_unary(x):
+        return handle_torch_function(written_out, (x,), recognise, original, module, x)
+    return original(module, x)
+
+
+def _takes(recognise: Recogniser, module: nn.Module, x: Any) -> bool:
     """Return whether the active `OpMode` replaces this module's forward by one op."""
     for mode in _get_current_function_mode_stack():
         replacements = getattr(mode, "replacements", None)
-        if isinstance(replacements, Replacements):
+        if isinstance(replacements, Replacements) and isinstance(x, Tensor):
             with torch._C.DisableTorchFunction():
-                return replacements.takes(module, x)
+                return replacements.takes(recognise, module, x)
     return False
 
 
@@ -155,11 +151,11 @@ class Replacements:
         low: Any = self.saved.options.low
         return run_mixed(partial(self.run, function), low, function, self.module, args, kwargs)
 
-    def takes(self, module: nn.Module, x: Any) -> bool:
+    def takes(self, recognise: Recogniser, module: nn.Module, x: Tensor) -> bool:
         """Return whether a module that writes an op out runs as one op."""
         if self.idle or not is_grad_enabled():
             return False
-        call = recognise_module(module, x)
+        call = recognise(module, x)
         chosen = None if call is None else self.compressor(call)
         if call is None or chosen is None:
             return False

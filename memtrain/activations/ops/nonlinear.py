@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.activations.ops.call import Call, as_autocast
 from memtrain.activations.ops.fewbit import Value, fewbit
-from memtrain.activations.ops.written_forms import body_of
+from memtrain.activations.ops.written_forms import body_of, defined
 from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit.functions import FAMILIES, complete
 from memtrain.compressors.fewbit.register import REGISTERED, Registered
@@ -238,13 +238,11 @@ def recognise_registered(function: Registered, args: Sequence[Any]) -> Call | No
 
 def form_of(cls: type) -> str | None:
     """Return the nonlinearity that a class writes out, known by its source; None for other code."""
-    return _WRITTEN.get(body_of(cls, "forward") or "")
+    return _WRITTEN.get(body_of(defined(cls, "forward")) or "")
 
 
-def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
-    """Return the call that a module whose class has a `form_of` stands for."""
-    constant = getattr(module, "precomputed_constant", _GELU_CONSTANT)
-    op = form_of(type(module))
-    if op is None or constant != _GELU_CONSTANT:
+def recognise_module(op: str, module: nn.Module, x: Tensor) -> Call | None:
+    """Return the call of a module whose class writes `op` out."""
+    if getattr(module, "precomputed_constant", _GELU_CONSTANT) != _GELU_CONSTANT:
         return None
-    return _call(op, x, written=partial(type(module).forward, module))
+    return _call(op, x, written=partial(defined(type(module), "forward"), module))

@@ -1,7 +1,6 @@
 """Recognises calls of norms: torch's functions, and modules that write an RMS norm out."""
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -9,7 +8,7 @@ from torch import Tensor, nn
 from memtrain.activations.ops.batch_norm import batch_norm, group_norm, instance_norm
 from memtrain.activations.ops.call import Call, gives_floats
 from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
-from memtrain.activations.ops.written_forms import body_of
+from memtrain.activations.ops.written_forms import body_of, defined
 from memtrain.compressors import Compressor, Key
 
 # The function, and the arguments that it may be given by position.
@@ -126,14 +125,11 @@ return self.weight * x""": "t5",
 }
 
 
-def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
-    """The RMS norm that a module writes out, known by its source; None for any other code."""
-    form = form_of(type(module))
+def recognise_module(form: str, module: nn.Module, x: Tensor) -> Call | None:
+    """Return the call of a module whose class writes out an RMS norm of a form in `FORMS`."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
-    if form is None or not isinstance(eps, float):
-        return None
-    if not isinstance(x, Tensor) or x.dim() == 0 or x.numel() == 0 or x.element_size() > 4:
+    if not isinstance(eps, float) or x.dim() == 0 or x.numel() == 0 or x.element_size() > 4:
         return None
     if weight is None and getattr(module, "with_scale", None) is False:
         return _call("rms_norm", x, x.shape[-1:], None, eps)
@@ -142,10 +138,9 @@ def recognise_module(module: nn.Module, x: Tensor) -> Call | None:
     return _call("rms_norm", x, weight.shape, weight, eps, form)
 
 
-@cache
 def form_of(cls: type) -> str | None:
-    """The name in `FORMS` of the RMS norm that a class writes out; None for any other code."""
-    body = body_of(cls, "forward")
+    """Return the name in `FORMS` of the RMS norm that a class writes out, or None."""
+    body = body_of(defined(cls, "forward"))
     if body is None:
         return None
-    return _WRITTEN.get(body) or _WRITTEN.get(f"{body}\n_norm: {body_of(cls, '_norm')}")
+    return _WRITTEN.get(body) or _WRITTEN.get(f"{body}\n_norm: {body_of(defined(cls, '_norm'))}")

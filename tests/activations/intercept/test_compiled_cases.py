@@ -13,7 +13,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._dynamo.utils import counters
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers.activations import NewGELUActivation
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import memtrain
 from memtrain.activations.saved import payload_ops
@@ -248,6 +251,36 @@ def test_graphs_of_a_plain_model_do_not_serve_a_wrapped_one_that_is_compiled_lat
     torch.compiler.reset()
     plain, beside = saved(wrap=False), saved(wrap=True)
     assert beside == alone < plain / 2
+
+
+def test_equal_blocks_share_one_graph():
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.norm, self.act, self.linear = (
+                LlamaRMSNorm(64),
+                NewGELUActivation(),
+                nn.Linear(64, 64),
+            )
+
+        def forward(self, x):
+            return x + self.linear(self.act(self.norm(x)))
+
+    def graphs(wrapped):
+        torch.compiler.reset()
+        counters.clear()
+        model = nn.Sequential(*(Block() for _ in range(3)))
+        if wrapped:
+            model, _ = memtrain.wrap(
+                model, None, ["preset=activations_only", "activations.min_elements=1"]
+            )
+        for block in model:
+            block.compile(backend="aot_eager")
+        for _ in range(2):
+            model(torch.randn(8, 64)).sum().backward()
+        return counters["stats"]["unique_graphs"]
+
+    assert graphs(wrapped=True) == graphs(wrapped=False) > 0
 
 
 @pytest.mark.parametrize("how", ["torch.compile", "model.compile", "a block"])

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from memtrain.activations.intercept.replaced_ops import REPLACED, recognise_module, writes_out
+from memtrain.activations.intercept.replaced_ops import REPLACED, recogniser
 from memtrain.activations.ops import nonlinear
 from memtrain.activations.ops.nonlinear import NAMES, recognise_registered
 from memtrain.compressors import DerivativeCode, Group, Keep, Key
@@ -189,10 +189,9 @@ def test_every_name_is_tested():
 def test_hugging_face_modules(name):
     activations = pytest.importorskip("transformers.activations")
     module = getattr(activations, name)()
-    assert writes_out(module)
     x = torch.linspace(-4, 4, 301, requires_grad=True)
     plain = module(x.double())
-    ours = recognise_module(module, x).run(CODE, KEY)
+    ours = recogniser(type(module))(module, x).run(CODE, KEY)
     assert ((ours - plain).abs() <= 4 * 2**-23 * x.abs().clamp_min(1)).all()
 
 
@@ -218,9 +217,9 @@ class OtherConstant(nn.Module):
 
 def test_a_name_makes_no_module_a_known_one():
     x = torch.linspace(-4, 4, 301, requires_grad=True)
-    assert not writes_out(QuickGELUActivation())
-    assert not writes_out(nn.GELU())  # the mode sees the call
-    assert recognise_module(OtherConstant(), x) is None
+    assert nonlinear.form_of(QuickGELUActivation) is None
+    assert nonlinear.form_of(nn.GELU) is None  # the mode sees the call
+    assert recogniser(OtherConstant)(OtherConstant(), x) is None
 
 
 class _Model(nn.Module):

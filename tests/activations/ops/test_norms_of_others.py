@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.modules import _functions as functions
 
-from memtrain.activations.intercept.replaced_ops import writes_out
+from memtrain.activations.intercept.replaced_ops import recogniser
 from memtrain.activations.ops import norm_calls
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.site import Site
@@ -58,7 +58,7 @@ def test_written_out_rms_norms_are_known_and_equal(form, dtype, weight_dtype):
         mine, wide = copy.deepcopy(plain), copy.deepcopy(plain).float()
         x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
         twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
-        call = norm_calls.recognise_module(mine, x)
+        call = norm_calls.recognise_module(form, mine, x)
         assert norm_calls.form_of(type(plain)) == form
         y, expected = call.run(Identity(), Key()), plain(twin)
         assert y.dtype == expected.dtype
@@ -81,7 +81,7 @@ def test_a_written_out_norm_without_a_weight_is_known_and_equal(dtype):
     plain = Gemma3nRMSNorm(48, with_scale=False)
     x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
     twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
-    y = norm_calls.recognise_module(plain, x).run(Identity(), Key())
+    y = recogniser(type(plain))(plain, x).run(Identity(), Key())
     expected, truth = plain(twin), plain(exact)
     assert torch.equal(y, expected)
     grad = torch.randn(6, 5, 48).to(dtype)
@@ -102,15 +102,32 @@ def test_modules_of_other_code_are_left_alone():
             return 0.5 * self.weight * x
 
     x = torch.randn(2, 8)
-    assert norm_calls.recognise_module(HalfRMSNorm(), x) is None
-    assert norm_calls.recognise_module(nn.RMSNorm(8), x) is None
+    assert recogniser(HalfRMSNorm) is None
+    assert recogniser(nn.RMSNorm) is None
     (cls, *_) = _written_out()["llama"]
     module = cls(8)
-    assert norm_calls.recognise_module(module, x) is not None
-    assert norm_calls.recognise_module(module, torch.randn(2, 4)) is None
-    assert writes_out(module)
-    module.forward = lambda x: x
-    assert not writes_out(module)
+    assert recogniser(cls)(module, x) is not None
+    assert recogniser(cls)(module, torch.randn(2, 4)) is None
+
+
+@pytest.mark.parametrize("of", ["class", "module"])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_the_user_replaced_is_the_one_that_runs(of, when, monkeypatch):
+    (cls, *_) = _written_out()["llama"]
+    x, module = torch.randn(32, 64), cls(64)
+    intercept(nn.Sequential(cls(64)), lambda site: Group(bits=4), [])  # the class is known
+
+    def replace():
+        owner = cls if of == "class" else module
+        monkeypatch.setattr(owner, "forward", lambda *args: 3 * args[-1])
+
+    if when == "before":
+        replace()
+    model = nn.Sequential(module)
+    intercept(model, lambda site: Group(bits=4), [])
+    if when == "after":
+        replace()
+    assert torch.equal(model(x), 3 * x)
 
 
 def test_a_model_that_writes_its_norm_out_is_intercepted():
