@@ -16,7 +16,8 @@ class Factored(Compressor):
     """Row means and column means of a non-negative tensor, viewed as [dimension 0, the rest].
 
     An element decodes to `row[i] * col[j] / mean(row)`, exact for tensors of rank one. Zeros decode
-    to zeros. A NaN or Inf spreads over the whole matrix through `mean(row)`.
+    to zeros. A NaN spreads over the whole matrix through `mean(row)`. If a mean is Inf, elements
+    decode to large numbers or Inf.
 
     Raises:
         ValueError: When compressing a tensor of fewer than 2 dimensions.
@@ -62,7 +63,7 @@ class Factored(Compressor):
         """Return a contiguous tensor of the original shape and dtype."""
         row, col = packed.tensors["row"], packed.tensors["col"]
         mean = row.mean(0, keepdim=True) if row.numel() else torch.zeros_like(row)
-        return (ratio(row, mean).unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
+        return (ratio(row, col, mean).unsqueeze(1) * col).view(packed.shape).to(packed.dtype)
 
     def compress_part(self, x: Tensor, *, key: Key, shard: Shard) -> Packed:
         """Compress with the means of the whole tensor."""
@@ -76,5 +77,5 @@ class Factored(Compressor):
     def decompress_part(self, packed: Packed, *, shard: Shard) -> Tensor:
         """Decompress with the mean of the whole tensor's factors."""
         row, col = packed.tensors["row"], packed.tensors["col"]
-        share = ratio(row, mean_of(row, col, shard))
+        share = ratio(row, col, mean_of(row, col, shard))
         return (share.unsqueeze(1) * col).view(packed.shape).to(packed.dtype)

@@ -66,7 +66,7 @@ class LloydMax(Compressor):
         square = x.float().square().reshape(x.shape[0], x.shape[1:].numel())
         rows, cols = square.shape
         row, col = square.sum(1) / max(1, cols), square.sum(0) / max(1, rows)
-        row = lloyd_max.root(ratio(row, row.sum() / max(1, rows)))
+        row = lloyd_max.root(ratio(row, col, row.sum() / max(1, rows)))
         col = lloyd_max.root(col)
         codes, scale = lloyd_max.encode(x, row, col)
         parts = {"codes": codes, "scale": scale, "row": row, "col": col}

@@ -46,7 +46,7 @@ def second(entry):
         return codec.decode(state, entry.param.shape)
     row, col = state["row"], state["col"]
     mean = shards.mean_of(row, col, entry.shard or Shard(tuple(entry.param.shape), ()))
-    return (ratio(row, mean).unsqueeze(1) * col).view(entry.param.shape)
+    return (ratio(row, col, mean).unsqueeze(1) * col).view(entry.param.shape)
 
 
 def together(parts):

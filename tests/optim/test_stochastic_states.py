@@ -108,6 +108,26 @@ def test_the_configs_seed_is_used_and_unwrap_leaves_nothing_behind():
     assert not torch.equal(results[0], results[2])
 
 
+@pytest.mark.parametrize("scale", [1e-6, 1e-3])  # float16: subnormal, normal
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_a_momentum_is_as_long_as_its_gradients_make_it(dtype, scale):
+    """1.2% shorter: -1 is no value of the map, and -0.95 times the scale becomes -0.8875 of it."""
+    generator = torch.Generator().manual_seed(0)
+    param = torch.nn.Parameter(torch.randn(256, 512, generator=generator).to(dtype))
+    mean = torch.randn(256, 512, generator=generator) * scale
+    optimizer, exact = AdamW4bit([param], first="B128/DE+SR"), torch.zeros(256, 512)
+    along, whole = 0.0, 0.0
+    for step in range(40):
+        noise = torch.randn(256, 512, generator=generator) * scale
+        param.grad = (mean + noise).to(dtype)
+        exact += 0.1 * (param.grad.float() - exact)
+        optimizer.step()
+        if step >= 20:
+            ours = optimizer.unpacked(param, torch.float32)["exp_avg"]
+            along, whole = along + (ours * exact).sum(), whole + exact.square().sum()
+    assert -0.016 < along / whole - 1 < -0.008
+
+
 @pytest.mark.parametrize("make", [sgd, adam])
 def test_each_parameter_has_its_own_bits_where_gradients_are_released(make):
     optimizer = ReleaseGradients(make(params := weights(), seed=1))

@@ -67,8 +67,11 @@ def decode(codes: Tensor, scale: Tensor, row: Tensor, col: Tensor) -> Tensor:
 
 
 def root(x: Tensor) -> Tensor:
-    """Return the square roots of a float32 vector, correctly rounded as in every kernel."""
-    return x.double().sqrt().float()
+    """Return the square roots of a float32 vector, correctly rounded as in every kernel.
+
+    Inf counts as the largest float: the root is finite.
+    """
+    return x.clamp(max=torch.finfo(torch.float32).max).double().sqrt().float()
 
 
 def _sum(blocks: Tensor) -> Tensor:

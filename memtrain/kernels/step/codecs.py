@@ -139,9 +139,15 @@ FACTORED = Codec("factored", signed=False)
 LLOYD_MAX = Codec("lloyd_max", lloyd_max.BITS)
 
 
-def ratio(row: Tensor, mean: Tensor) -> Tensor:
-    """Return row means over their mean, and zero where the mean is zero."""
-    return (row / mean).masked_fill(mean == 0, 0.0)
+def ratio(row: Tensor, col: Tensor, mean: Tensor) -> Tensor:
+    """Return row means over their mean, and zero where the mean is zero.
+
+    If a mean of squares has overflowed, the ratios are the largest float: no element moves.
+    """
+    overflowed = (col == torch.inf).any() | (mean == torch.inf)
+    most = torch.finfo(torch.float32).max
+    found = (row / mean).masked_fill(mean == 0, 0.0).clamp(max=most)
+    return found.masked_fill(overflowed, most)
 
 
 @cache

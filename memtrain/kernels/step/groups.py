@@ -196,7 +196,7 @@ class EntryGroup:
             self._invert_scales(whole)
         elif whole is not None:
             for state, row, found in zip(states, self._of("row_inv"), whole, strict=True):
-                row.copy_(ratio(state[1]["row"], found["mean"]))
+                row.copy_(ratio(**state[1], mean=found["mean"]))
         elif self.kind == "factored":
             self._average()
         if self.bits == lloyd_max.BITS:  # roots, and their reciprocals

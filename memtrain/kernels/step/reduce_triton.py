@@ -32,6 +32,7 @@ ROWS = tl.constexpr(groups.ROWS)  # rows per program, in tiles of TILE x 128
 TILE = tl.constexpr(16)
 AHEAD = tl.constexpr(8)  # partial sums that are loaded at once
 PIECE = tl.constexpr(1024)  # rows per program of the ratios
+MOST = tl.constexpr(3.4028234663852886e38)  # the largest float
 
 
 @triton.jit
@@ -189,7 +190,7 @@ def _mean_kernel(programs_ptr, table_ptr):
 
 @triton.jit
 def _ratio_kernel(programs_ptr, table_ptr):
-    """Row means over their mean, zero where that is zero; each program adds up all rows."""
+    """What `codecs.ratio` returns; each program reads all row means and column means."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     piece = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * PIECE
     rows = field(table_ptr, tensor, N_ROWS)
@@ -202,9 +203,16 @@ def _ratio_kernel(programs_ptr, table_ptr):
     for first in range(0, rows, PIECE):
         total += tl.load(mean_ptr + first + k, mask=first + k < rows, other=0.0)
     mean = tl.div_rn(tl.sum(total, axis=0), rows.to(tl.float32))
+    cols, col_ptr = field(table_ptr, tensor, N_COLS), floats(table_ptr, tensor, SECOND_STATE + 1)
+    overflowed = tl.full([PIECE], 0, dtype=tl.int32)
+    for first in range(0, cols, PIECE):
+        col = tl.load(col_ptr + first + k, mask=first + k < cols, other=0.0)
+        overflowed |= (col > MOST).to(tl.int32)
     divisor = tl.where(mean == 0, 1.0, mean)
     row = tl.load(mean_ptr + piece + k, mask=piece + k < rows, other=0.0)
     ratio = tl.where(mean == 0, 0.0, tl.div_rn(row, divisor))
+    still = (tl.max(overflowed, axis=0) > 0) | (mean > MOST)
+    ratio = tl.where(still | (ratio > MOST), MOST, ratio)
     tl.store(ratio_ptr + piece + k, ratio, mask=piece + k < rows)
 
 

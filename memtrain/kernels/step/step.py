@@ -207,13 +207,13 @@ def _update(entry: Entry, sums: Sums) -> None:
         _, factors = stored.pop()
     old = [codec.decode(state, shape).to(p.dtype) for codec, state in stored]
     if is_factored and stored[0][0].kind == "lloyd_max":
-        share = ratio(factors["row"], sums["mean"])
+        share = ratio(**factors, mean=sums["mean"])
         row, col = lloyd_max.root(share), lloyd_max.root(factors["col"])
         m = h.first_moment(g, old[0])
         new: list[Tensor] = []
         p = _store_over_factors(h, p, m, stored[0][1], row, col)
     elif is_factored:
-        v = ratio(factors["row"], sums["mean"]).unsqueeze(1) * factors["col"]
+        v = ratio(**factors, mean=sums["mean"]).unsqueeze(1) * factors["col"]
         p, new = h.update(p, g, [*old, v.view(shape).to(p.dtype)], factored=True)
     else:
         p, new = h.update(p, g, old)

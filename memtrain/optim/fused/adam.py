@@ -121,10 +121,12 @@ AdamW4bitFactor = variant(
     The first moment is rounded stochastically by default: `first="B128/DE+SR"`. The paper's
     `"B128/DE"`, rounded to nearest, takes 0.9 of the step's time. It ends short runs of networks
     higher, and least squares with noisy gradients lower.
-    A NaN or Inf in a gradient spreads to the whole matrix in that step: all factors share a mean.
-    Factors represent a moment of rank one. Where few elements of a row and of its column have
-    gradients, the factors are up to `min(rows, columns)` times too small, and the elements' updates
-    up to the square root of that too large: use `AdamW4bit` or `AdamW8bit` for such parameters.
+    A NaN in a gradient spreads to the whole matrix in that step: all factors share a mean. If a
+    mean of squares overflows (gradients of 1e18 or more), no element of the matrix moves again.
+    Factors represent a moment of rank one. Beside few elements with far larger gradients, the other
+    elements' second moments are too small, and their updates too large. After one gradient element
+    of 10,000 times the usual size, the updates of a 96 x 128 matrix are 10 times as large, until
+    its square has decayed. Use `AdamW4bit` or `AdamW8bit` for such parameters.
 
     Memory:
         0.53 bytes per parameter, plus 4 bytes for each row and column.

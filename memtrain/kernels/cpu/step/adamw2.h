@@ -14,7 +14,7 @@ MT_INLINE float* old_columns(const StepTask& t) {
 // Between the passes: roots of the new factors, and their reciprocals.
 inline void take_roots(StepTask& t) {
   for (int64_t i = 0; i < t.rows; ++i) t.ratio[i] = __builtin_sqrtf(t.ratio[i]);
-  for (int64_t j = 0; j < t.cols; ++j) t.col_next[j] = __builtin_sqrtf(t.state[1].scale[j]);
+  for (int64_t j = 0; j < t.cols; ++j) t.col_next[j] = __builtin_sqrtf(finite(t.state[1].scale[j]));
   invert(t.ratio, 1.0f, t.row_inv, t.rows);
   invert(t.col_next, 1.0f, t.col_inv, t.cols);
 }

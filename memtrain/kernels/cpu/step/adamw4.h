@@ -17,16 +17,20 @@ inline void finalize_scales(StepTask& t) {
     invert(t.col_next, t.unit, t.col_inv, t.cols);
   } else if (t.second == kFactored) {
     const int64_t chunks = (t.rows + t.chunk - 1) / t.chunk;
+    bool overflowed = false;  // no element moves then
     for (int64_t j = 0; j < t.cols; ++j) {
       double sum = 0;
       for (int64_t k = 0; k < chunks; ++k) sum += t.partial[k * t.cols + j];
       t.state[1].scale[j] = t.scalars[4] * t.state[1].scale[j] + t.scalars[5] * static_cast<float>(sum / t.rows);
+      overflowed |= t.state[1].scale[j] > FLT_MAX;
     }
     const float* row = static_cast<const float*>(t.state[1].data);
     double sum = 0;
     for (int64_t i = 0; i < t.rows; ++i) sum += row[i];
     const float mean = static_cast<float>(sum / t.rows);
-    for (int64_t i = 0; i < t.rows; ++i) t.ratio[i] = mean == 0.0f ? 0.0f : row[i] / mean;
+    overflowed |= mean > FLT_MAX;
+    for (int64_t i = 0; i < t.rows; ++i)
+      t.ratio[i] = overflowed ? FLT_MAX : mean == 0.0f ? 0.0f : finite(row[i] / mean);
     if (t.bits == 2) take_roots(t);
   }
 }

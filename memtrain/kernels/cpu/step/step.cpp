@@ -1,6 +1,7 @@
 // The fused step over many tensors with compressed states (contract: kernels/step/step.py).
 #define MT_SELF "step/adamw4.h"
 #include <atomic>
+#include <cfloat>
 #include <memory>
 
 #include "step/table.h"
