@@ -5,6 +5,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from memtrain.activations.saved.known_ops import FACTOR_READERS
+
 PAGE = Path(__file__).parent / "known_ops.md"
 HEAD = """\
 # Known ops
@@ -17,14 +19,15 @@ The autograd node that saves the tensor, and the called function object, identif
 have no effect. Tensors of custom ops and of a user's `autograd.Function` are never compressed.
 PyTorch's `tools/autograd/derivatives.yaml` lists the formula of each backward.
 
-"Products read it" is a condition: the tensor is compressed only if matrix products are the only
-readers of the op's result. They may also read casts of the result, and products and sums of the
-result and another tensor. A product with a constant that is no parameter does not count: one-hot
-vectors select elements.
+Two conditions are about the ops that read the result. Casts of the result, products and sums with
+another tensor, and joins and selections, are followed to the next op. A product with a constant
+that is no parameter does not count: one-hot vectors select elements.
 
-- For `sigmoid` and `tanh`, convolutions, softmax and cross-entropy may also read the result.
-- For squares (`h ** 2`, `h * h`), multiplications, and sums and means of eight or more elements,
-  may also read the result.
+- "Products read it": matrix products read the result. For `sigmoid` and `tanh`, convolutions,
+  softmax, norms and cross-entropy may also read it.
+- "Factor": one of these, attention, pooling, `logsumexp`, or a sum or mean of eight or more numbers
+  reads the product. Nonlinearities are followed. A factor of a matrix product with a parameter has
+  no condition.
 
 The reason: the gradient of a logarithm, a root or a quotient is largest where the result is
 smallest, and would amplify the error of the codes.
@@ -74,7 +77,8 @@ def _op(row: Any) -> str:
 
 
 def _tensor(saved: Any) -> str:
-    notes = ["some calls"] * bool(saved.allows) + ["products read it"] * bool(saved.readers)
+    readers = "factor" if saved.readers is FACTOR_READERS else "products read it"
+    notes = ["some calls"] * bool(saved.allows) + [readers] * bool(saved.readers)
     return f"`{saved.attribute}`" + (f" ({', '.join(notes)})" if notes else "")
 
 

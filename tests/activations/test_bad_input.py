@@ -318,7 +318,7 @@ FROZEN = nn.Parameter(torch.eye(16), requires_grad=False)
 HOOKED = {
     "square": lambda x: torch.square(x) @ FROZEN,
     "softmax": lambda x: torch.softmax(x, -1) @ FROZEN,
-    "matmul": lambda x: x @ x.t(),
+    "matmul": lambda x: (x @ x.t()).sum(0),
     "sigmoid": lambda x: torch.sigmoid(x) @ FROZEN,
     "exp": lambda x: torch.exp(x) @ FROZEN,
 }

@@ -117,6 +117,7 @@ class OpMode(TorchFunctionMode):
                     _wrote(saved, x)
             saved.derived.arguments = ()  # what such an op casts, it may also write
         elif func in _BACKWARDS:
+            saved.readers.keep_all()  # the backward may free what waits
             if saved.is_lossy:
                 warnings.warn(INSIDE, RuntimeWarning, stacklevel=5)
             return True

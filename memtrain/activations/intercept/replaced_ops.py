@@ -218,8 +218,8 @@ class Replacements:
         if node is None or node._sequence_nr() < saved.mark:  # of an earlier op
             return
         if saved.readers.results:
-            carries, bounded = site.op == "dropout", site.op == "cross_entropy"
-            saved.readers.visit(node, carries=carries, bounded=bounded)
+            bounded = site.op == "cross_entropy" or site.op.endswith("norm")
+            saved.readers.visit(node, carries=not bounded, bounded=bounded)
             for one in reversed(above):
                 saved.readers.visit(one, carries=True)
         saved.readers.seen((y,))

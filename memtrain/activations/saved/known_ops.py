@@ -59,13 +59,23 @@ SATURATING_READERS = PRODUCTS | SOFTMAXES | node_classes("ConvolutionBackward0")
 """Nodes that may read a compressed sigmoid or tanh, or its product or sum with something else: a
 gate, or a cap of scores. The gradient of a logarithm or a quotient is largest where the derivative
 is smallest, and the error of its codes counts most there."""
-SQUARE_READERS = PRODUCTS | MULTIPLIES | SUMS
-"""Nodes that may read a square whose factor is compressed. The gradient of a root or a logarithm is
-largest where the square is smallest, which is where the error of its factor counts most."""
+FACTOR_READERS = (
+    SATURATING_READERS
+    | SUMS
+    | node_classes(
+        *("AdaptiveAvgPool2DBackward0", "AvgPool2DBackward0", "CudnnBatchNormBackward0"),
+        *("FusedRmsNormBackward0", "LogsumexpBackward0", "MiopenBatchNormBackward0"),
+        *("NativeBatchNormBackward0", "NativeGroupNormBackward0", "NativeLayerNormBackward0"),
+    )
+    | KERNELS.keys()
+)
+"""Nodes that may read a product whose factors are compressed. The gradient of a root, a logarithm
+or an inverse is largest where the product is smallest, which is where the error of a factor counts
+most."""
 FEW = 8
-"""Fewer squares may have a sum that is small, which a root or a logarithm may read. The gradient of
-log(sum(h^2)) has a cosine of 0.09 for 2 squares, 0.934 for 4, 0.983 for 8 and 0.990 for 128, with
-normal h in 4 bits."""
+"""Fewer products may have a sum that is small, which a root or a logarithm may read. The gradient
+of log(sum(h^2)) has a cosine of 0.09 for 2 squares, 0.934 for 4, 0.983 for 8 and 0.990 for 128,
+with normal h in 4 bits."""
 
 Reason = str
 Node = Any
@@ -191,7 +201,10 @@ def _plane(dims: int) -> Callable[[Node], int]:
 
 
 def _two(first: str, second: str) -> tuple[SavedBy, SavedBy]:
-    return SavedBy(first, "input", LINEAR), SavedBy(second, "input1", LINEAR)
+    return (
+        SavedBy(first, "input", LINEAR, readers=FACTOR_READERS),
+        SavedBy(second, "input1", LINEAR, readers=FACTOR_READERS),
+    )
 
 
 _FUSED_ATTENTION = (
@@ -263,7 +276,7 @@ TABLE: tuple[KnownOp, ...] = (
     KnownOp(
         "PowBackward0",
         _power,
-        (SavedBy("self", "input", LINEAR, _is_square, readers=SQUARE_READERS),),
+        (SavedBy("self", "input", LINEAR, _is_square, readers=FACTOR_READERS),),
     ),
     KnownOp(
         "ConvolutionBackward0",
@@ -319,6 +332,8 @@ TABLE: tuple[KnownOp, ...] = (
         "index_select",
         (SavedBy("index", "input1", LOSSLESS, limit=_along),),
     ),
+    KnownOp("IndexAddBackward0", "index_add", (SavedBy("source", "input3", SHAPE),)),
+    KnownOp("IndexCopyBackward0", "index_copy", (SavedBy("source", "input3", SHAPE),)),
     KnownOp("TopkBackward0", "topk", (SavedBy("indices", "saved", LOSSLESS, limit=_along),)),
     KnownOp("SortBackward0", "sort", (SavedBy("indices", "saved", LOSSLESS, limit=_along),)),
     *(
@@ -398,11 +413,6 @@ VIEWS = node_classes(
 """Nodes that write nothing: their output is their input's memory."""
 CASTS = node_classes("ToCopyBackward0")
 """Nodes that copy their input in another dtype."""
-RESHAPES_AND_COPIES = CASTS | node_classes(
-    *("AliasBackward0", "CloneBackward0", "ReshapeAliasBackward0", "UnsafeViewBackward0"),
-    "ViewBackward0",
-)
-"""Nodes whose output has the elements of their input, in the same order."""
 SAME_VALUES = (
     VIEWS
     | CASTS
@@ -411,14 +421,6 @@ SAME_VALUES = (
     )
 )
 """Nodes whose output has elements of their input, times one number, or 0."""
-CARRIES = (
-    SAME_VALUES
-    | MULTIPLIES
-    | node_classes(
-        *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"),
-    )
-)
-"""Nodes whose output has the elements of an input, times or plus something else."""
 SENTINELS = node_classes(
     *("ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0"),
     *("LogSoftmaxBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),

@@ -110,6 +110,8 @@ def flows_into(node: Any, source: Any, nodes: Collection[int]) -> bool:
     `source` is the node of the tensor, whose own gradient does not have it as a factor; `nodes` are
     the numbers of the nodes that saved the tensor before.
     """
+    if max(nodes, default=0) > node._sequence_nr():
+        return True  # the node waited for later ones, whose gradients may reach it
     above = [each for each, _ in node.next_functions if each is not None]
     if source in above:
         above.remove(source)

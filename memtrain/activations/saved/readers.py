@@ -8,25 +8,63 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.known_ops import (
-    CARRIES,
+    DERIVATIVE,
     KNOWN,
     MULTIPLIES,
     PRODUCTS,
-    RESHAPES_AND_COPIES,
+    SAME_VALUES,
     VIEWS,
+    KnownOp,
+    node_classes,
     sums_few,
 )
 from memtrain.activations.saved.origin import is_parameter, storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
+_CARRIES = (
+    SAME_VALUES
+    | MULTIPLIES
+    | node_classes(
+        *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"),
+        *("AmaxBackward0", "AminBackward0", "CatBackward0", "ConstantPadNdBackward0"),
+        *("CopyBackwards", "CopySlices", "CumsumBackward0", "ExpBackward0", "FlipBackward0"),
+        *("GatherBackward0", "IndexAddBackward0", "IndexBackward0", "IndexCopyBackward0"),
+        *(
+            "IndexPutBackward0",
+            "IndexSelectBackward0",
+            "MaxBackward0",
+            "MaximumBackward0",
+            "MinBackward0",
+        ),
+        *("MinimumBackward0", "RepeatBackward0", "RollBackward0", "ScatterAddBackward0"),
+        *("SplitBackward0", "SplitWithSizesBackward0", "StackBackward0", "TrilBackward0"),
+        *("TriuBackward0", "UnbindBackward0"),
+    )
+    | {node for node, row in KNOWN.items() if row.tensors[0].reason == DERIVATIVE}
+)
+"""Nodes whose output has the elements of an input, times or plus something else, or a function of
+them."""
+_QUOTIENTS = node_classes("DivBackward0")
+"""Nodes that carry their first input in the same way."""
+_POWERS = node_classes("PowBackward0")
+"""Nodes that do if the exponent is 2."""
+
 
 class _Result:
-    """A result of which its op saves the values, or one factor if it is a square."""
+    """A result of which its op saves the values, or a factor."""
 
     def __init__(
-        self, x: Tensor, storage: Storage, readers: frozenset[type], save: Callable[[bool], None]
+        self,
+        node: int,
+        x: Tensor,
+        storage: Storage,
+        readers: frozenset[type],
+        save: Callable[[bool], None],
+        *,
+        is_factor: bool,
     ) -> None:
         self.readers, self.number = readers, storage_id(x)
+        self._node, self.is_factor = node, is_factor
         self.copies: set[StorageWeakRef] = set()
         """Memory of other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
@@ -39,6 +77,13 @@ class _Result:
         """Return whether the result is compressed or kept already."""
         return self._save is None
 
+    def is_copy(self, node: Any) -> bool:
+        """Whether the output of a node that carries its elements has them as they are.
+
+        Of a factor, sums and products may be alive to the end, as a residual stream is.
+        """
+        return not self.is_factor or type(node) in SAME_VALUES or node._sequence_nr() == self._node
+
     @property
     def has_copies(self) -> bool:
         """Return whether a copy of its elements is alive."""
@@ -48,6 +93,8 @@ class _Result:
     @property
     def is_held(self) -> bool:
         """Return whether it, or a copy of its elements, is alive."""
+        if self.is_factor:  # only the product shows what the factor is
+            return self.has_copies
         return self.has_copies or not self._storage.reference.expired()
 
     def save(self, *, compress: bool) -> None:
@@ -85,9 +132,12 @@ class Readers:
         storage: Storage,
         readers: frozenset[type],
         save: Callable[[bool], None],
+        *,
+        is_factor: bool,
     ) -> None:
-        """Let a result wait."""
-        number, found = node._sequence_nr(), _Result(x, storage, readers, save)
+        """Let a result or a factor wait."""
+        number = node._sequence_nr()
+        found = _Result(number, x, storage, readers, save, is_factor=is_factor)
         self.results.setdefault(number, {})[found] = None
         self._made.append(found)
 
@@ -98,17 +148,20 @@ class Readers:
         gradient of what it reads is `bounded` as that of cross-entropy.
         """
         kind = type(node)
-        carries = carries or kind in CARRIES
-        for above, _ in node.next_functions:
+        few = sums_few(node)
+        carries = carries or few or kind in _CARRIES
+        carries = carries or (kind in _POWERS and node._saved_exponent == 2)
+        for place, (above, _) in enumerate(node.next_functions):
+            carried = carries or (kind in _QUOTIENTS and place == 0)
             for found in () if above is None else self.results.get(above._sequence_nr(), ()):
-                if bounded or (kind in found.readers and not sums_few(node) and not _scales(node)):
+                if bounded or (kind in found.readers and not few and not _scales(node)):
                     if found.has_copies:
                         self._allowed[found] = None
                     else:
                         found.save(compress=True)
-                elif kind in VIEWS or (carries and not found.is_saved):
+                elif kind in VIEWS or (carried and not found.is_saved):
                     self.results.setdefault(node._sequence_nr(), {})[found] = None
-                else:
+                elif not (carried and found.is_factor):
                     found.save(compress=False)
 
     def seen(self, results: Sequence[Any]) -> None:
@@ -117,7 +170,7 @@ class Readers:
             if isinstance(x, Tensor) and x.grad_fn is not None:
                 number = storage_id(x)
                 for found in self.results.get(x.grad_fn._sequence_nr(), ()):
-                    if number >= 0 and number != found.number:
+                    if number >= 0 and number != found.number and found.is_copy(x.grad_fn):
                         found.copies.add(StorageWeakRef(x.untyped_storage()))
         for found in self._allowed:
             if not found.has_copies:
@@ -142,46 +195,6 @@ class Readers:
             found.save(compress=False)
 
 
-_STEPS = 6
-
-
-def is_square(node: Any, factors: Mapping[str, Tensor]) -> bool:
-    """Return whether a product saves two factors that are, or may be, equal."""
-    if len(factors) < 2 or factors["self"] is factors["other"]:
-        return len(factors) == 2
-    one, other = node.next_functions
-    if factors["self"].shape == factors["other"].shape:
-        one, other = _source(*one), _source(*other)
-    return one[1] == other[1] and _may_be_equal(one[0], other[0], _STEPS)
-
-
-def _source(node: Any, index: int) -> tuple[Any, int]:
-    """The node and the index of an output, of which an output is a copy or has another shape."""
-    while type(node) in RESHAPES_AND_COPIES:
-        node, index = node.next_functions[0]
-    return node, index
-
-
-def _may_be_equal(one: Any, other: Any, steps: int) -> bool:
-    """Return whether two nodes are one, or apply equal ops to tensors that may be equal."""
-    if one is other:
-        return True
-    above = () if one is None or type(one) is not type(other) else one.next_functions
-    if not above or len(above) != len(other.next_functions):
-        return False
-    for (each, index), (same, same_index) in zip(above, other.next_functions, strict=True):
-        if index != same_index or (steps and not _may_be_equal(each, same, steps - 1)):
-            return False
-    return _options(one) == _options(other)
-
-
-def _options(node: Any) -> list[Any]:
-    """What a node keeps besides tensors, such as the ends of a slice."""
-    names = set(dir(node))
-    saved = sorted(name for name in names if name.startswith("_saved_"))
-    return [getattr(node, name) for name in saved if f"_raw{name}" not in names]
-
-
 def _scales(node: Any) -> bool:
     """Whether a node multiplies by a constant: a mask, torch's own dropout, or one-hot vectors.
 
@@ -199,3 +212,19 @@ def _scales(node: Any) -> bool:
         if x is not None and not is_parameter(x):
             return True
     return False
+
+
+def may_wait(row: KnownOp, kind: type, tensors: Mapping[str, Tensor], *, derives: bool) -> bool:
+    """Return whether factors wait for what reads their product; if not, they are saved at once.
+
+    The factors of a matrix product wait only if both are computed. With `derives`, the output of a
+    product is recomputed from its factors, which then wait only if they are one tensor.
+    """
+    if kind in PRODUCTS:
+        x = tensors.get(row.tensors[-1].attribute)
+        if x is None or (x if x._base is None else x._base).is_leaf:
+            return False
+        return not is_parameter(x)
+    if derives and kind in MULTIPLIES:
+        return tensors.get("self") is tensors.get("other")
+    return True

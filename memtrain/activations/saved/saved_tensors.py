@@ -29,7 +29,7 @@ from memtrain.activations.saved.node_tensors import (
 from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
 from memtrain.activations.saved.payload import make_handle
-from memtrain.activations.saved.readers import Readers, is_square
+from memtrain.activations.saved.readers import Readers, may_wait
 from memtrain.activations.saved.records import Records
 from memtrain.activations.saved.site import (
     CHECKPOINT_INPUT,
@@ -224,7 +224,7 @@ class SavedTensors:
         # Read before hooks are on the node: what is read later is decompressed.
         tensors = dict(tensors_of(node, saved_names(kind)))
         op, kernel, self._fused = row.op(node, function), KERNELS.get(kind), None
-        squares = kind in known_ops.MULTIPLIES and is_square(node, tensors)
+        waits = may_wait(row, kind, tensors, derives=self.options.derive_products)
         if kernel is not None:
             op, self._fused = self.attention or op, FusedAttention(node, kernel, tensors)
             if self.checks is not None:
@@ -236,7 +236,7 @@ class SavedTensors:
             if x is not None:
                 site = Site(module, *known_ops.named(op, saved.role, function, self.attention))
                 if not (attends and self._save_of_attention(node, saved.attribute, site, x)):
-                    readers = known_ops.SQUARE_READERS if squares else saved.readers
+                    readers = saved.readers if waits else None
                     self._save(node, saved, site, x, readers)
         for name, x in tensors.items():  # statistics, for example
             site = Site(module, op, "input3" if name in known_ops.MASKS else name)
@@ -354,7 +354,8 @@ class SavedTensors:
             else:
                 self.keep(x, site, UNKNOWN_READER, node, saved.attribute)
 
-        self.readers.add(node, x, storage_of(self.store, x, number), readers, save)
+        storage, is_factor = storage_of(self.store, x, number), saved.attribute != "result"
+        self.readers.add(node, x, storage, readers, save, is_factor=is_factor)
 
     def _compress(
         self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor

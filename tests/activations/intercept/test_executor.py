@@ -60,17 +60,17 @@ N = 2 * 4 * 24 * 16
 ROWS = {
     "linear": Row(F.linear, [(96, 32)], {"linear / input": 96 * 32}, ((40, 32), (40,))),
     "matmul": Row(
-        torch.matmul,
+        lambda a, b: torch.matmul(a, b).sum(-1),
         [(96, 32), (32, 48)],
         {"matmul / input": 96 * 32, "matmul / input1": 32 * 48},
     ),
     "bmm": Row(
-        torch.bmm,
+        lambda a, b: torch.bmm(a, b).sum(-1),
         [(3, 24, 32), (3, 32, 16)],
         {"matmul / input": 3 * 24 * 32, "matmul / input1": 3 * 32 * 16},
     ),
     "einsum": Row(
-        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b).sum(-1),
         [(3, 24, 32), (3, 32, 16)],
         {"matmul / input": 3 * 24 * 32, "matmul / input1": 3 * 32 * 16},
     ),
@@ -109,7 +109,11 @@ ROWS = {
         [(96, 32)],
         {"log_softmax / saved": 96 * 32},  # nll_loss reads its shape only
     ),
-    "mul": Row(torch.mul, [(96, 32)] * 2, {"mul / input": 96 * 32, "mul / input1": 96 * 32}),
+    "mul": Row(
+        lambda a, b: torch.mul(a, b).sum(-1),
+        [(96, 32)] * 2,
+        {"mul / input": 96 * 32, "mul / input1": 96 * 32},
+    ),
     "avg_pool2d": Row(lambda x: F.avg_pool2d(x, 2), [(4, 8, 10, 10)], {}, exact=True),
     "adaptive_avg_pool2d": Row(
         lambda x: F.adaptive_avg_pool2d(x, 3), [(4, 8, 10, 10)], {}, exact=True
@@ -209,7 +213,7 @@ def test_attention_without_a_scale_is_an_op_of_its_own(kind, scale, width, wide)
 @pytest.mark.parametrize("kind", [SDPBackend.FLASH_ATTENTION, SDPBackend.MATH], ids=str)
 def test_attention_keeps_nothing_whole(kind):
     """Flash keeps q, k, v and the output, and a log-sum-exp; math its products and weights."""
-    model, inputs = made(Row(attention(kind), QKV, {}))
+    model, inputs = made(Row(lambda *qkv: attention(kind)(*qkv).sum(-1), QKV, {}))
     plain, _, grad = step(model, inputs)
     coarse, records, _ = step(model, inputs, grad, lambda site: EIGHT)
     whole = [r for r in records if not r.compressor and r.planned > N * 4 // 16]
