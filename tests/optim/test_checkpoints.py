@@ -398,3 +398,17 @@ def test_a_distributed_checkpoint_of_a_state_dict_keeps_the_first_count_of_steps
     checkpoint.load(target, checkpoint_id=tmp_path)
     second.load_state_dict(target["optim"])
     assert [float(state["step"]) for state in second.state.values()] == [3.0]
+
+
+@pytest.mark.parametrize("make", [SGD4bit, SGD8bit])
+def test_a_buffer_that_is_none_is_a_first_step(make):
+    """As older torch saves SGD without momentum: the first buffer is the gradient, undamped."""
+    params = [nn.Parameter(torch.zeros(96, 128)) for _ in range(2)]
+    for param, kind in zip(params, (make, torch.optim.SGD), strict=True):
+        optimizer = kind([param], lr=0.1, momentum=0.5, dampening=0.5)
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict({**saved, "state": {0: {"momentum_buffer": None}}})
+        for _ in range(2):
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+    torch.testing.assert_close(*params)

@@ -137,6 +137,8 @@ class EntryGroup:
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         first = entries[0]
+        self.reads_states = first.kind in ROWS_AND_COLUMNS
+        """Whether `Inputs.states` are read: a first pass comes before the update."""
         self.kind, self.bits, self.device = first.kind, first.bits, first.param.device
         self.shapes = [entry.param.shape for entry in entries]
         self.sizes = [entry.matrix for entry in entries]
@@ -147,21 +149,20 @@ class EntryGroup:
         self._scales: dict[int, Tensor] = {}
         self._inputs = Inputs((), ())
 
-    @property
-    def reads_states(self) -> bool:
-        """Whether `Inputs.states` are read."""
-        return self.kind in ROWS_AND_COLUMNS
-
     def step(self, inputs: Inputs) -> None:
         """Step the entries."""
         self.begin(inputs)
-        self.reduce()
-        self.finalize_scales()
+        if self.reads_states:
+            self.reduce()
+            self.finalize_scales()
         self.update()
-        self.end()
+        if self.reads_states:
+            self.end()
 
     def begin(self, inputs: Inputs) -> None:
         """Allocate the row and column buffers; write gradients and scalars to the table."""
+        if not self.reads_states:
+            return
         self._inputs = inputs
         if self._vectors:
             total = sum(map(sum, self._vectors.values()))

@@ -89,8 +89,6 @@ class TritonEntryGroup(EntryGroup):
 
     def reduce(self) -> None:
         """As `EntryGroup.reduce`."""
-        if self.kind not in ROWS_AND_COLUMNS:
-            return
         programs = self._programs["reduce"]
         launch(
             first_pass._reduce_kernel,

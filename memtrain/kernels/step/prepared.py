@@ -1,12 +1,11 @@
 """Kernel tables of an optimizer step, prepared once: later steps update gradients and scalars."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
 
-from memtrain.kernels import dispatch
 from memtrain.kernels.dispatch import backend_of, choose, is_simulated
 from memtrain.kernels.step.codecs import ROWS_AND_COLUMNS
 from memtrain.kernels.step.groups import CpuEntryGroup, EntryGroup, Inputs, inputs_of, same_kernels
@@ -202,38 +201,3 @@ class PreparedSteps:
 
     def __len__(self) -> int:
         return sum(map(len, self._steps.values()))
-
-
-def signature(
-    first: Hashable,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    tensors: Iterable[Tensor],
-    more: Any,
-) -> list[Any]:
-    """Return a list that is equal for steps whose tables differ only in `Inputs`.
-
-    `first` identifies the first parameter; `tensors` are payloads and corrections; `more` are rules
-    and codecs. Reads each property for all tensors at once: a Python loop takes longer than a small
-    step.
-    """
-    both, rest = [*params, *grads], [*tensors]
-    address = _storage if is_simulated() else Tensor.data_ptr
-    return [
-        first,
-        more,
-        dispatch.forced,
-        [x.dtype for x in both],
-        [x.shape for x in both],
-        [*map(Tensor.is_contiguous, both)],
-        {x.device for x in params},
-        [*map(address, params)],
-        [*map(address, rest)],
-        [*map(Tensor.numel, rest)],
-        {*map(Tensor.get_device, rest)},
-        [] if is_simulated() else [at & 15 for at in map(Tensor.data_ptr, grads)],
-    ]
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata

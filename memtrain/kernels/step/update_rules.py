@@ -6,6 +6,7 @@ Each rule has three implementations: PyTorch (this file, with the formula), Trit
 
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -135,6 +136,7 @@ RULES: dict[str, type[Scalars]] = {"adamw": AdamWScalars, "sgd": SGDScalars, "li
 at most `COUNT` scalars, rounded to float32 in use, and says how many `states` it may keep."""
 
 
+@lru_cache(maxsize=64)  # released gradients ask for each parameter
 def adamw(
     step: float,
     *,
@@ -262,9 +264,14 @@ def gradient(h: Scalars, grad: Tensor, p: Tensor) -> Tensor:
 def stacked_rows(scalars: Sequence[Scalars]) -> np.ndarray:
     """Return the scalars of n entries as kernels read them: float32, [n, COUNT]."""
     different = {id(one): one for one in scalars}  # mostly one for all
-    with np.errstate(over="ignore"):  # beyond float32's range: Inf, as torch has it
-        rows = np.array([(*own, *_NONE[len(own) :]) for own in different.values()], np.float32)
+    rows = np.array([*map(_row, different.values())])
     if len(rows) == 1:
         return rows.repeat(len(scalars), 0)
     positions = {kept: k for k, kept in enumerate(different)}
     return rows[[positions[id(one)] for one in scalars]]
+
+
+@lru_cache(maxsize=64)
+def _row(scalars: Scalars) -> np.ndarray:
+    with np.errstate(over="ignore"):  # beyond float32's range: Inf, as torch has it
+        return np.array((*scalars, *_NONE[len(scalars) :]), np.float32)

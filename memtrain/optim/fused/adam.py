@@ -106,8 +106,8 @@ class AdamW4bit(FusedStates):
             turn,
             lr=float(group["lr"]),
             betas=(float(b1), float(b2)),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
+            eps=float(group["eps"]),
+            weight_decay=float(group["weight_decay"]),
             maximize=group["maximize"],
             decoupled=group.get("decoupled_weight_decay", True),
         )

@@ -299,7 +299,9 @@ class FusedStates(CompressedStates):
     def _turns(self, params: Sequence[Tensor]) -> list[float]:
         """Increment and return the step counters; without counters 1, then 2."""
         if not self.counts:
-            return [2.0 if self.state.get(param) else 1.0 for param in params]
+            name = self.names[0]  # None in checkpoints of SGD without momentum
+            kept = [self.state.get(param, {}).get(name) is not None for param in params]
+            return [2.0 if one else 1.0 for one in kept]
         steps = [self._counter(param) for param in params]
         if is_simulated():  # it counts nothing
             return [1.0] * len(steps)

@@ -1,4 +1,4 @@
-"""Inputs of an optimizer step: gradients, states and the cache key."""
+"""Inputs of an optimizer step: gradients, states and the signature of its kernel tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import chain, islice
@@ -7,15 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from memtrain.kernels import dispatch
 from memtrain.kernels.step.codecs import Payload
 from memtrain.kernels.step.groups import Inputs
-from memtrain.kernels.step.prepared import signature
 from memtrain.kernels.step.split import NO_MASTER
 from memtrain.optim.fused.payloads import as_payload, real_view
 from memtrain.optim.states.shards import USUAL, local
 from memtrain.optim.states.targets import Part
 
-_PAYLOAD, _DENSE = {dict}, {torch.strided}
+_PAYLOAD, _DENSE, _NO_GUARD, _NO_MASTER = {dict}, {torch.strided}, {type(None)}, {id(NO_MASTER)}
 
 
 def tensors_of(
@@ -23,9 +23,11 @@ def tensors_of(
 ) -> tuple[list[Any], Inputs, Iterator[tuple[Payload, ...]]] | None:
     """Collect the tensors of a step, in the order of the groups.
 
-    `names` are those of the states per group, in the order of the optimizer's codecs. Returns the
-    cache key, inputs without scalars and states, and the payloads of each parameter; None if no
-    parameter has a gradient or a state is missing.
+    `names` are those of the states per group, in the order of the optimizer's codecs. Returns a
+    signature, which is equal for steps whose kernel tables differ only in `Inputs`; inputs without
+    scalars and states; and the payloads of each parameter. Returns None if no parameter has a
+    gradient or a state is missing. Each property is read for all tensors at once: a Python loop
+    takes longer than a small step.
     """
     targets = [target for _, own in parts for target in own]
     if not targets:
@@ -33,6 +35,7 @@ def tensors_of(
     params, grads, guards, masters = zip(*targets, strict=True)
     if not {grad.layout for grad in grads} <= _DENSE:
         return None
+    counts = [(len(own), own_names) for (_, own), own_names in zip(parts, names, strict=True)]
     payloads: list[Any] = []
     for (_, own), own_names in zip(parts, names, strict=True):
         for target in own:
@@ -42,26 +45,30 @@ def tensors_of(
         if None in payloads:
             return None
     # A step without guards and masters reads none, one by one.
-    own_guards = guards if {*map(type, guards)} != {type(None)} else ()
-    own_masters = masters if {*map(id, masters)} != {id(NO_MASTER)} else ()
+    own_guards = () if {*map(type, guards)} == _NO_GUARD else guards
+    own_masters = () if {*map(id, masters)} == _NO_MASTER else masters
     corrections = [m.correction for m in own_masters if m.correction is not None]
-    counts = [(len(own), len(own_names)) for (_, own), own_names in zip(parts, names, strict=True)]
-    more = [
-        [*map(id, params)],
-        [*names],
-        counts,
-        [*map(len, payloads)],
-        [*chain.from_iterable(payloads)],
-        [guard is None for guard in own_guards],
-        [(m.correction is None, m.stochastic) for m in own_masters],
-        [(x.dtype, x.is_contiguous()) for x in corrections],
-    ]
     own_params = params
-    if not {*map(type, params)} <= USUAL or any(x.is_complex for x in {p.dtype for p in params}):
-        own_params = [real_view(local(p)) for p in params]
-        grads = [*map(real_view, grads)]
-    tensors = chain(chain.from_iterable(map(dict.values, payloads)), corrections)
-    key = signature(id(params[0]), own_params, grads, tensors, more)
+    if not {*map(type, params)} <= USUAL or any(map(Tensor.is_complex, params)):
+        own_params, grads = [real_view(local(p)) for p in params], [*map(real_view, grads)]
+    both = [*own_params, *grads]
+    rest = [*chain.from_iterable(map(dict.values, payloads)), *corrections]
+    signature = [
+        id(params[0]),
+        [*map(id, params)],
+        counts,
+        [*map(tuple, payloads)],
+        [guard is None for guard in own_guards] if own_guards else (),
+        [(m.mode, m.is_contiguous()) for m in own_masters] if own_masters else (),
+        dispatch.forced,
+        [(x.dtype, x.shape, x.device) for x in both],
+        [*map(Tensor.is_contiguous, both)],
+        [*map(Tensor.data_ptr, chain(own_params, rest))],
+        [*map(Tensor.numel, rest)],
+        {*map(Tensor.get_device, rest)},
+        [at & 15 for at in map(Tensor.data_ptr, grads)],
+    ]
     inputs = Inputs(grads, (), seeds=[m.seed for m in own_masters], guards=own_guards)
     each = iter(payloads)
-    return key, inputs, (tuple(islice(each, n)) for count, n in counts for _ in range(count))
+    whole = (tuple(islice(each, len(n))) for count, n in counts for _ in range(count))
+    return signature, inputs, whole
