@@ -3,7 +3,6 @@
 import copy
 from collections import deque
 from functools import partial
-from itertools import chain
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,9 @@ from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import launch, prepared, update_rules
 from memtrain.kernels.step.groups import inputs_of
-from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps, signature
+from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
+from memtrain.optim.fused.step_tensors import tensors_of
+from memtrain.optim.states.targets import Target
 from tests.kernels.test_blockstep import entry
 
 
@@ -53,12 +54,9 @@ class Late(TorchDispatchMode):
 
 
 def signature_of(entries):
-    payloads = chain.from_iterable(e.states for e in entries)
-    corrections = [e.master.correction for e in entries if e.master.correction is not None]
-    tensors = [*chain.from_iterable(payload.values() for payload in payloads), *corrections]
-    more = [(e.rule, e.codecs, e.master.mode, e.guard is not None) for e in entries]
-    params, grads = [e.param for e in entries], [e.grad for e in entries]
-    return signature(id(params[0]), params, grads, tensors, more)
+    parts = [({}, [Target(e.param, e.grad, e.guard, e.master)]) for e in entries]
+    states = {e.param: dict(enumerate(e.states)) for e in entries}
+    return tensors_of(parts, [tuple(states[e.param]) for e in entries], states)[0]
 
 
 def step_kept(entries, steps):

@@ -16,7 +16,6 @@ from memtrain.kernels.step.codecs import EXACT, Codec
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Scalars
-from memtrain.optim.fused.options import check_numbers
 from memtrain.optim.fused.payloads import (
     as_payload,
     codec_of,
@@ -46,6 +45,13 @@ from memtrain.optim.states.targets import (
 Fused = TypeVar("Fused", bound="FusedStates")
 REFUSED = {
     "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
+}
+
+_TITLES = {
+    "lr": "learning rate",
+    "eps": "epsilon value",
+    "momentum": "momentum value",
+    "weight_decay": "weight_decay value",
 }
 
 
@@ -333,6 +339,19 @@ class FusedStates(CompressedStates):
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.
         whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
         return super()._load_plain(param, name, whole)
+
+
+def check_numbers(group: dict[str, Any]) -> None:
+    """Raise torch's `ValueError` for negative or NaN options and betas outside [0, 1)."""
+    for name, title in _TITLES.items():
+        value = group.get(name, 0.0)
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
+        if not float(value) >= 0:
+            raise ValueError(f"Invalid {title}: {value}; allowed: {name} of at least 0")
+    for k, beta in enumerate(group.get("betas", ())):
+        if not 0 <= beta < 1:
+            raise ValueError(f"Invalid beta parameter at index {k}: {beta}; allowed: [0, 1)")
 
 
 def _increase_versions(params: list[Tensor]) -> None:

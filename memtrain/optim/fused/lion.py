@@ -8,8 +8,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.kernels.step.update_rules import LionScalars, lion
-from memtrain.optim.fused.fused import FusedStates, variant
-from memtrain.optim.fused.options import check_numbers
+from memtrain.optim.fused.fused import FusedStates, check_numbers, variant
 from memtrain.optim.fused.payloads import real_view
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import closure_loss
