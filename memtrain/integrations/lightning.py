@@ -13,7 +13,8 @@ def memtrain_callback(cfg: Any = None) -> Any:
     """Return a callback that wraps the module and the result of `configure_optimizers`.
 
     If gradients are released, the config gets `gradient_clip_val` and `accumulate_grad_batches`
-    (`for_framework`), and the trainer does not clip. Its checkpoints resume bit for bit.
+    (`for_framework`), and the trainer does not clip during that fit. Its checkpoints resume bit for
+    bit.
 
     Args:
         cfg: Anything that `memtrain.wrap` takes.
@@ -27,12 +28,20 @@ def memtrain_callback(cfg: Any = None) -> Any:
     """
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 
+    limits: list[Any] = []  # for gradients, which the trainer has before a fit
+
     def on_fit_start(_: Any, trainer: Any, pl_module: Any) -> None:
         # The optimizer exists, and its checkpoint is not loaded yet.
+        limits.append(trainer.gradient_clip_val)
         config = _config(cfg, trainer, pl_module)
         _, trainer.strategy.optimizers = memtrain.wrap(pl_module, trainer.optimizers, config)
 
-    return type("Memtrain", (Callback,), {"on_fit_start": on_fit_start})()
+    def on_end(_: Any, trainer: Any, *others: Any) -> None:
+        while limits:
+            trainer.gradient_clip_val = limits.pop()
+
+    hooks = {"on_fit_start": on_fit_start, "on_fit_end": on_end, "on_exception": on_end}
+    return type("Memtrain", (Callback,), hooks)()
 
 
 def _config(cfg: Any, trainer: Any, pl_module: Any) -> Any:

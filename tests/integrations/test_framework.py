@@ -15,6 +15,7 @@ from memtrain.audit.peak.measure import measure
 from memtrain.config.sources import load
 from memtrain.integrations import accelerate
 from memtrain.integrations.framework import for_framework
+from memtrain.integrations.lightning import memtrain_callback
 from memtrain.integrations.transformers import memtrain_trainer
 from memtrain.plan.plan import make_plan
 from memtrain.planner import fit
@@ -127,6 +128,28 @@ def test_under_fsdp2_gradients_arrive_at_the_last_pass_or_at_each(each):
     mixed = {**shards, "mixed_precision": "bf16"}
     with pytest.raises(ValueError, match=r"weights='bf16\+8' under FSDP2 .*bf16=False"):
         memtrain_trainer(Trainer, "all_four")(model(), arguments(), **mixed).create_optimizer()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_each_fit_of_a_lightning_trainer_wraps_its_optimizer_and_clips(fails, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lightning", ModuleType("lightning"))
+    monkeypatch.setitem(sys.modules, "lightning.pytorch", SimpleNamespace(Callback=object))
+    callback, net = memtrain_callback("all_four"), model()
+    trainer = SimpleNamespace(
+        world_size=1, gradient_clip_val=0.5, gradient_clip_algorithm=None,
+        accumulate_grad_batches=2, strategy=SimpleNamespace(),
+    )  # fmt: skip
+    for _ in range(2):
+        trainer.optimizers = [torch.optim.AdamW(net.parameters())]
+        callback.on_fit_start(trainer, net)
+        assert trainer.gradient_clip_val is None
+        (optimizer,) = trainer.strategy.optimizers
+        assert (optimizer.clip, optimizer.limit, optimizer.accumulate) == ("previous", 0.5, 2)
+        if fails:
+            callback.on_exception(trainer, net, KeyboardInterrupt())
+        else:
+            callback.on_fit_end(trainer, net)
+        assert trainer.gradient_clip_val == 0.5
 
 
 @pytest.mark.parametrize(

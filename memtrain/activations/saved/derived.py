@@ -32,6 +32,12 @@ from memtrain.activations.saved.store import (
 )
 
 _STEPS = 6
+_WIDER = {
+    torch.bfloat16: (torch.float32, torch.float64),
+    torch.float16: (torch.float32, torch.float64),
+    torch.float32: (torch.float64,),
+}
+"""The dtypes that have all values of a dtype."""
 
 Formula = tuple[tuple[str, ...], Callable[[Any], Callable[..., Tensor]]]
 """Attributes of the saved tensors that a node's output follows from; the node -> how it does."""
@@ -217,8 +223,9 @@ class DerivedOutputs:
             cast = cast.next_functions[0][0]
         if cast is None or cast._sequence_nr() < self.first or x._version:
             return False
-        if self._outputs[output.source] is not output:
-            return False  # a cast of a cast, which was rounded twice
+        made = self._outputs[output.source].dtype
+        if output.dtype not in (made, *_WIDER.get(made, ())):
+            return False  # a cast of a rounded cast, which was rounded twice
         memory, number = memory_of(x)[1], storage_id(x)
         if memory is None or memory != output.memory or memory[0] or x.dtype == output.dtype:
             return False

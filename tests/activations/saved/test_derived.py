@@ -145,12 +145,34 @@ def test_what_is_written_to_is_not_derived(make, write, products):
         assert cosine(a, b) > 0.999
 
 
-def test_a_cast_of_a_cast_is_not_derived():
+NARROW, WIDE, EIGHT = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+
+
+@pytest.mark.parametrize(
+    ("dtype", "casts", "derived"),
+    [
+        (WIDE, [NARROW, WIDE], False),
+        (WIDE, [torch.float64, NARROW, WIDE], False),
+        (NARROW, [torch.float16, WIDE, NARROW], False),
+        (WIDE, [EIGHT, WIDE], False),
+        (NARROW, [WIDE, NARROW], True),  # adapters cast to their weight, and autocast casts back
+        (NARROW, [WIDE, NARROW, WIDE, NARROW], True),
+    ],
+)
+def test_a_cast_of_a_cast_is_derived_if_it_was_rounded_once_at_most(dtype, casts, derived):
     model, records = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), []
-    model.forward = lambda x: model[2](model[1](model[0](x)).bfloat16().float())
+
+    def forward(x):
+        y = model[1](model[0](x))
+        for cast in casts:
+            y = y.to(cast)
+        return model[2](y)
+
+    model.to(dtype).forward = forward
     attached(model, lambda site: GROUP, records=records)
-    model(torch.randn(256, 64))
-    assert [row.reason for row in records if row.site.op == "linear"][1:] == [""]
+    model(torch.randn(256, 64, dtype=dtype))
+    reasons = [row.reason for row in records if row.site.op == "linear"][1:]
+    assert [reason.startswith("recomputed") for reason in reasons] == [derived]
 
 
 def test_exact_twins_derive_nothing():
