@@ -105,19 +105,6 @@ def test_parameters_that_others_were_assigned_over_are_an_error(way, steps_befor
     assert all(torch.equal(x, state[name]) for name, x in model.state_dict().items())
 
 
-def test_a_part_that_was_put_in_anothers_place_is_trained_once_it_has_a_group():
-    model = network()
-    model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
-    train(model, optimizer)
-    model[2] = nn.Linear(128, 64)
-    with pytest.warns(RuntimeWarning, match=r"^2\.weight, 2\.bias: in no group .*added"):
-        train(model, optimizer)
-    optimizer.add_param_group({"params": [*model[2].parameters()]})
-    before = model[2].weight.detach().clone()
-    train(model, optimizer)
-    assert not torch.equal(model[2].weight, before)
-
-
 def test_parameters_that_were_taken_out_of_the_groups_are_a_warning():
     model = network()
     groups = [{"params": [*model[k].parameters()]} for k in (0, 2)]

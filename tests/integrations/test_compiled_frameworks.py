@@ -1,6 +1,7 @@
 """Models that a training framework compiles: their graphs are compressed, and nothing is warned."""
 
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -89,7 +90,7 @@ def by_trainer(preset, folder, found):
     return trainer.model
 
 
-def by_accelerate(preset, found, *, regional=False, after=False):
+def by_accelerate(preset, _, found, *, regional=False, after=False):
     accelerate = pytest.importorskip("accelerate")
     accelerate.state.AcceleratorState._reset_state(True)
     plugin = accelerate.utils.TorchDynamoPlugin(backend=BACKEND, use_regional_compilation=regional)
@@ -115,7 +116,7 @@ def by_accelerate(preset, found, *, regional=False, after=False):
     return run if after and regional else model  # regions are compiled in a copy
 
 
-def by_lightning(preset, found, *, inside):
+def by_lightning(preset, _, found, *, inside):
     lightning = pytest.importorskip("lightning.pytorch")
 
     class Module(lightning.LightningModule):
@@ -152,20 +153,12 @@ def by_lightning(preset, found, *, inside):
 
 WAYS = {
     "Trainer": by_trainer,
-    "accelerate": lambda preset, folder, found: by_accelerate(preset, found),
-    "accelerate, wrapped last": lambda preset, folder, found: by_accelerate(
-        preset, found, after=True
-    ),
-    "accelerate, by regions": lambda preset, folder, found: by_accelerate(
-        preset, found, regional=True
-    ),
-    "accelerate, by regions, wrapped last": lambda preset, folder, found: by_accelerate(
-        preset, found, regional=True, after=True
-    ),
-    "Lightning": lambda preset, folder, found: by_lightning(preset, found, inside=False),
-    "Lightning, in configure_model": lambda preset, folder, found: by_lightning(
-        preset, found, inside=True
-    ),
+    "accelerate": by_accelerate,
+    "accelerate, wrapped last": partial(by_accelerate, after=True),
+    "accelerate, by regions": partial(by_accelerate, regional=True),
+    "accelerate, by regions, wrapped last": partial(by_accelerate, regional=True, after=True),
+    "Lightning": partial(by_lightning, inside=False),
+    "Lightning, in configure_model": partial(by_lightning, inside=True),
 }
 
 
