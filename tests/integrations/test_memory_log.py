@@ -32,9 +32,7 @@ def test_a_plain_loop_gets_the_bytes_of_each_kind():
     assert found["memtrain/predicted_peak"] == predicted
     optimizer.zero_grad()
     assert log.measure(model)["memtrain/gradients"] == 0
-    assert log.measure(plain).keys() == NAMES - {
-        "memtrain/states", "memtrain/activations"
-    }  # fmt: skip
+    assert log.measure(plain).keys() == NAMES - {"memtrain/states", "memtrain/activations"}
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows reports no peak")

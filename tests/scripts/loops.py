@@ -132,12 +132,7 @@ def min_gpt(cfg):
     ]
     released = cfg == "all_four"
     if released:
-        cfg = [
-            "preset=all_four",
-            "release.accumulate=2",
-            "release.clip=previous",
-            "release.limit=1",
-        ]
+        cfg = {"preset": "all_four", "release": {"accumulate": 2, "clip": "previous", "limit": 1}}
     model, optimizer = put_in(cfg, model, torch.optim.AdamW(groups, 2e-3, betas=(0.9, 0.95)))
     found = []
     for _ in range(40):

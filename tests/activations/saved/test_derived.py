@@ -1,6 +1,6 @@
 """Outputs that are recomputed from payloads that are kept anyway: norms, gates, dropouts."""
 
-from functools import partial
+from functools import partial, reduce
 
 import pytest
 import torch
@@ -161,14 +161,7 @@ NARROW, WIDE, EIGHT = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 )
 def test_a_cast_of_a_cast_is_derived_if_it_was_rounded_once_at_most(dtype, casts, derived):
     model, records = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.Linear(64, 64)), []
-
-    def forward(x):
-        y = model[1](model[0](x))
-        for cast in casts:
-            y = y.to(cast)
-        return model[2](y)
-
-    model.to(dtype).forward = forward
+    model.to(dtype).forward = lambda x: model[2](reduce(torch.Tensor.to, casts, model[:2](x)))
     attached(model, lambda site: GROUP, records=records)
     model(torch.randn(256, 64, dtype=dtype))
     reasons = [row.reason for row in records if row.site.op == "linear"][1:]
