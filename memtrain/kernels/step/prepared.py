@@ -63,6 +63,8 @@ class PreparedStep:
             (positions, _group([self._entries[k] for k in positions], chosen))
             for (chosen, *_), positions in kinds.items()
         ]
+        self.reads_states = any(group.reads_states for _, group in self._groups)
+        """Whether a step from `Inputs` reads their states."""
 
     def _place(self, k: int, chosen: str, kinds: dict[Any, list[int]]) -> None:
         """Assign an entry to a kernel group, the reference or the sharded step."""
@@ -91,11 +93,6 @@ class PreparedStep:
             kinds[chosen, same_kernels(entry)].append(k)
         elif not simulated:
             kinds[(chosen,)].append(k)
-
-    @property
-    def reads_states(self) -> bool:
-        """Whether a step from `Inputs` reads their states."""
-        return any(group.reads_states for _, group in self._groups)
 
     def run(self, inputs: Inputs | None = None) -> None:
         """Make the step of the entries, or of other inputs if the step is `lasting`."""

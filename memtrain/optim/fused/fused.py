@@ -184,7 +184,7 @@ class FusedStates(CompressedStates):
                 refuse_sparse(targets, type(self).__name__)
                 refuse_meta(targets, type(self).__name__)
             self.check(group)
-        watched = self._watch.before(own)
+        watched = self._stall.before(own)
         if prepared is not None and found is not None:
             _, inputs, states = found
             scalars = [one for part in own for one in self._scalars(*part)]
@@ -193,7 +193,7 @@ class FusedStates(CompressedStates):
         else:
             self._prepare_and_step(own)
         _increase_versions([target.param for _, targets in own for target in targets])
-        self._watch.after(watched)
+        self._stall.after(watched)
 
     @cached_property
     def _steps(self) -> PreparedSteps:

@@ -149,7 +149,7 @@ class CompressedOptimizer(CompressedStates):
             _refuse_broken(inner, group)
             _refuse_no_eps(inner, group)
             self.check_sizes(group)
-        watched = self._watch.before(parts)
+        watched = self._stall.before(parts)
         if not separable:
             with self._states_in(inner, groups):
                 loss = raw_step(inner, *([] if closure is None else [closure]))
@@ -162,7 +162,7 @@ class CompressedOptimizer(CompressedStates):
                 with self._states_in(inner, [alone]):
                     raw_step(inner)
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
-        self._watch.after(watched)
+        self._stall.after(watched)
         return loss
 
     def check_sizes(self, group: dict[str, Any]) -> None:

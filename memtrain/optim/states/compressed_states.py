@@ -99,7 +99,7 @@ class CompressedStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
-        own = {"choose": self.choose, "min_elements": self.min_elements, "_stall": self._watch}
+        own = {"choose": self.choose, "min_elements": self.min_elements, "_stall": self._stall}
         for name in ("original", "copied_hooks"):
             if name in vars(self):
                 own[name] = getattr(self, name)
@@ -110,12 +110,9 @@ class CompressedStates(Optimizer):
         if "copied_hooks" in state:  # not in what a checkpoint's loading gives
             self.copied_hooks.attach(self)
 
-    @property
-    def _watch(self) -> StalledWeights:
-        watch = self.__dict__.get("_stall")
-        if watch is None:
-            watch = self.__dict__["_stall"] = StalledWeights()
-        return watch
+    @cached_property
+    def _stall(self) -> StalledWeights:
+        return StalledWeights()
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:

@@ -42,7 +42,7 @@ def with_local_gradients(targets: Sequence[Target]) -> Sequence[Target]:
     return [t._replace(grad=local_gradient(t.param, t.grad)) for t in targets]
 
 
-def refuse_sparse(targets: Iterable[Target], owner: str) -> None:
+def refuse_sparse(targets: Iterable[tuple[Tensor, Any, *tuple[Any, ...]]], owner: str) -> None:
     """Raise `RuntimeError` for sparse gradients, before anything is changed."""
     for param, grad, *_ in targets:
         if grad.layout is not torch.strided:

@@ -19,7 +19,7 @@ from memtrain.optim.states.compressed_states import (
     refuse_capture,
 )
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.targets import Target, refuse_sparse
+from memtrain.optim.states.targets import refuse_sparse
 from memtrain.optim.wrappers.backward import hook_gradients, one_at_a_time
 from memtrain.optim.wrappers.host_copies import HostCopies, HostWorker, copies_of
 from memtrain.optim.wrappers.host_parameters import HostParameters, Sent, check_whole
@@ -177,7 +177,7 @@ class HostStates(OptimizerWrapper):
         if release is None or grad is None:
             return
         release.enter(self._wait)
-        refuse_sparse([Target(param, grad)], type(self).__name__)
+        refuse_sparse([(param, grad)], type(self).__name__)
         if self.before is not None and self.before():
             self.before = None
         self._begin()
@@ -333,7 +333,7 @@ class HostStates(OptimizerWrapper):
         if release is not None:
             release.late_changes.refuse()
             remaining = [p for p in remaining if not release.late_changes.is_kept(p)]
-        refuse_sparse([Target(p, p.grad) for p in remaining], type(self).__name__)
+        refuse_sparse([(p, p.grad) for p in remaining], type(self).__name__)
         if release is not None and release.accumulate == 1:  # one at a time
             for param in remaining:
                 if not release.has_updated(self._leaves[param]) and param.grad is not None:

@@ -378,7 +378,7 @@ class ReleaseGradients(OptimizerWrapper):
             warn_of_skipped(what)
 
     def _check(self, param: Tensor, grad: Tensor) -> None:
-        refuse_sparse([Target(param, grad)], type(self).__name__)
+        refuse_sparse([(param, grad)], type(self).__name__)
         if self.clip == "value" or self.accumulate > 1:
             check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:
