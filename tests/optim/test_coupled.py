@@ -32,12 +32,13 @@ class Coupled(torch.optim.Optimizer):
         square = sum(p.grad.square().sum() for _, p in ready)
         self.param_groups[0]["total"] += float(square)
         self.state["shared"]["steps"] = self.state["shared"].get("steps", 0) + 1
+        self.state["k"] = self.state.get("k", torch.zeros(1)) + 1
         for group, p in ready:
             state = self.state[p]
             if not state:
                 state[self.key] = torch.zeros_like(p)
             state[self.key].mul_(0.9).add_(p.grad / (1 + self.param_groups[0]["total"]))
-            p.sub_(group["lr"] * state[self.key])
+            p.sub_(group["lr"] / self.state["k"].sqrt() * state[self.key])
         return loss
 
 
@@ -130,9 +131,15 @@ def test_exact_is_exact(cls, closure):
     for a, b in zip(model.parameters(), plain.parameters(), strict=True):
         assert torch.equal(a, b)
     assert optimizer.param_groups[0]["total"] == reference.param_groups[0]["total"] > 0
-    _, original = memtrain.unwrap(model, optimizer)
-    assert original.state["shared"] == {"steps": 5}
-    assert train(model, original) == train(plain, reference)
+    other = make()
+    _, resumed = memtrain.wrap(other, cls(groups(other)), "exact")
+    train(other, resumed, 1)  # what it counts goes: the checkpoint has another count
+    other.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert train(other, resumed) == train(plain, reference)
+    _, original = memtrain.unwrap(other, resumed)
+    assert original.state["shared"] == {"steps": 10}
+    assert train(other, original) == train(plain, reference)
 
 
 class WithTables(torch.optim.Optimizer):

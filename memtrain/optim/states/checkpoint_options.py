@@ -56,8 +56,10 @@ def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the checkpoint of a plain optimizer: without corrections, the option empty."""
     states = {
         number: {name: value for name, value in values.items() if name != CORRECTION}
+        if isinstance(values, Mapping)
+        else values  # of no parameter
         for number, values in state_dict["state"].items()
-        if set(values) != {CORRECTION}
+        if not isinstance(values, Mapping) or set(values) != {CORRECTION}
     }
     groups = [
         {name: () if name == OWN else value for name, value in group.items()}

@@ -32,6 +32,11 @@ _ZERO_IN_HALF = 2.0**-25
 """The greatest number that float16 rounds to 0."""
 
 
+def _of_no_parameter(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return an optimizer's own states, as MADGRAD's counter."""
+    return {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+
+
 class CompressedOptimizer(CompressedStates):
     """Runs any torch optimizer with its per-parameter states compressed between steps.
 
@@ -164,6 +169,20 @@ class CompressedOptimizer(CompressedStates):
                 group.update({k: alone[k] for k in alone.keys() - {"params", "param_names"}})
         self._stall.after(watched)
         return loss
+
+    def _whole_state_dict(self) -> dict[str, Any]:
+        saved = super()._whole_state_dict()
+        saved["state"].update(_of_no_parameter(_inner(self)))
+        return saved
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load as the base class; what belongs to no parameter goes to the inner optimizer."""
+        super().load_state_dict(state_dict)
+        inner, loaded = _inner(self), _of_no_parameter(self)
+        for name in _of_no_parameter(inner):
+            del inner.state[name]
+        for name in loaded:
+            inner.state[name] = self.state.pop(name)
 
     def check_sizes(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` if the states of a parameter with a gradient have another size."""
