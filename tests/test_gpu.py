@@ -11,38 +11,12 @@ from torch import nn
 
 import memtrain
 from memtrain.activations.ops.dropout import dropout
-from memtrain.compressors import COMPRESSORS, Host, Identity, Key
-from memtrain.kernels.dispatch import backend, choose
+from memtrain.compressors import Host, Identity, Key
 from memtrain.optim import AdamW4bit
 
 pytestmark = pytest.mark.gpu
 
 SHAPES = [(300, 257), (1000, 77), (8, 512, 768), (4099,)]
-FLOATS = ["group", "derivative", "block", "rank1", "factored"]
-
-
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("name", FLOATS)
-def test_payloads_equal_the_reference(name, dtype, shape):
-    if name in ("rank1", "factored") and len(shape) < 2:
-        shape = (1, *shape)
-    x = torch.randn(shape).abs().to(dtype)
-    compressor = COMPRESSORS[name]()
-    with backend("reference"):
-        expected = compressor.compress(x, key=Key(seed=5))
-        whole = compressor.decompress(expected)
-    assert choose(x.cuda()) == "triton"
-    packed = compressor.compress(x.cuda(), key=Key(seed=5))
-    for part, tensor in expected.tensors.items():
-        got = packed.tensors[part].cpu()
-        if tensor.dtype == torch.uint8:
-            # the same arithmetic; a tie may fall to the other side
-            assert (got != tensor).float().mean() < 1e-4
-        else:
-            torch.testing.assert_close(got, tensor)
-    close = torch.isclose(compressor.decompress(packed).cpu().float(), whole.float(), rtol=1e-3)
-    assert (~close).float().mean() < 1e-3
 
 
 @pytest.mark.parametrize("second", ["Rank-1/Linear", "B128/Linear", "factored"])
@@ -103,16 +77,6 @@ def test_a_captured_step_is_refused():
         with pytest.raises(RuntimeError, match="can't be captured in a CUDA graph"):
             optimizer.step()
     assert not optimizer.state
-
-
-def test_kernels_run_on_the_device_of_their_tensors():
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one device")
-    x = torch.randn(3000)
-    packed = COMPRESSORS["group"]().compress(x.to("cuda:1"), key=Key(seed=5))
-    with backend("reference"):
-        expected = COMPRESSORS["group"]().compress(x, key=Key(seed=5))
-    assert (packed.tensors["codes"].cpu() == expected.tensors["codes"]).float().mean() > 0.999
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -26,11 +26,6 @@ def test_reference_matches_a_worked_case():
     assert torch.equal(packed, expected)
 
 
-def test_two_bits_and_the_mask_agree_on_the_layout():
-    x = codes((256,), 1)
-    assert torch.equal(pack.pack_codes(x, 1), bit_codes.pack(x.view(1, 256), 1).view(-1))
-
-
 @every_backend
 @pytest.mark.parametrize("bits", WIDTHS)
 def test_pack_and_unpack_match_reference(name, bits):
@@ -109,42 +104,3 @@ def test_blocks_pads_with_zeros(numel, rows):
     padded = bit_codes.blocks(torch.ones(numel), 8)
     assert padded.shape == (rows, 8)
     assert padded.sum() == numel
-
-
-def test_four_bits_are_the_nibble_layout():
-    codes = torch.randint(0, 16, (1, 128))
-    assert torch.equal(bit_codes.pack(codes, 4)[0].long(), codes[0, :64] | codes[0, 64:] << 4)
-
-
-def test_three_bits_are_three_little_endian_bytes_of_eight_codes():
-    # 1 + 2*8 + 3*64 + 4*512 + 5*4096 + 6*32768 + 7*262144 = 0b111_110_101_100_011_010_001_000
-    codes = torch.tensor([[0, 1, 2, 3, 4, 5, 6, 7]])
-    word = 0b111_110_101_100_011_010_001_000
-    assert bit_codes.pack(codes, 3).tolist() == [[word & 255, word >> 8 & 255, word >> 16]]
-
-
-def test_a_mask_matches_a_worked_case():
-    x = torch.zeros(300, dtype=torch.bool)
-    x[[0, 32, 33, 255, 256, 299]] = True
-    expected = torch.zeros(64, dtype=torch.uint8)
-    expected[0], expected[1], expected[31] = 0b11, 0b10, 0b1000_0000
-    expected[32], expected[32 + 11] = 1, 0b10  # 299 = 256 + 32 + 11
-    assert torch.equal(pack.pack_reference(x.view(torch.uint8), 1), expected)
-
-
-@every_backend
-@pytest.mark.parametrize("shape", [(0,), (), (257,)], ids=str)
-def test_a_mask_is_packed_and_unpacked_as_the_reference_does(name, shape):
-    x = torch.rand(shape) < 0.3
-    expected = pack.pack_reference(x.view(torch.uint8), 1)
-    with backend(name):
-        packed = pack.pack_codes(x.view(torch.uint8), 1)
-        restored = pack.unpack_codes(packed, 1, x.numel()).view(torch.bool)
-    assert torch.equal(packed, expected)
-    assert packed.numel() == (x.numel() + 255) // 256 * 32
-    assert torch.equal(restored, x.flatten())
-
-
-def test_a_mask_of_wrong_size_is_refused():
-    with pytest.raises(ValueError, match=r"\(32,\).*300 elements of 1 bits need.*\(64,\)"):
-        pack.unpack_codes(torch.zeros(32, dtype=torch.uint8), 1, 300)
