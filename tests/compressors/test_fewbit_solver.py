@@ -41,18 +41,6 @@ def test_search_on_the_papers_grid_gives_its_digits(function):
         assert round(solve(function, bits, n=4096, refine=False).error, 4) == published
 
 
-def test_solve_gives_the_golden_gelu_tables():
-    two, three = table("gelu", 2), table("gelu", 3)
-    assert np.allclose(two.boundaries, [-0.4690264, 0, 0.4690264], rtol=0, atol=1e-6)
-    assert np.allclose(two.levels, [-0.0157241, 0.3195254, 0.6804746, 1.0157241], rtol=0, atol=1e-6)
-    half = [0.3263160, 0.7110919, 2.3980782]
-    golden = [*(-s for s in reversed(half)), 0, *half]
-    assert np.allclose(three.boundaries, golden, rtol=0, atol=1e-6)
-    low = [-0.0025996, -0.0888231, 0.1252296, 0.3720927]
-    golden = [*low, *(1 - y for y in reversed(low))]
-    assert np.allclose(three.levels, golden, rtol=0, atol=1e-6)
-
-
 @pytest.mark.parametrize("bits", [3, 4, 5])
 def test_hardswish_has_the_optimum_of_a_straight_line_between_two_breaks(bits):
     # f' is 0, then a line of slope 1/3 from -3 to 3, then 1: its jumps of 1/2 cost an interval
