@@ -107,17 +107,6 @@ def test_saved_activations_are_those_of_a_real_forward(name, preset):
     assert first >= total.planned if adapts else first == total.planned
 
 
-def test_choices_of_max_pooling_are_reported_to_the_byte():
-    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.MaxPool2d(2, return_indices=False))
-    batch = torch.randn(4, 3, 34, 34)
-    optimizer = torch.optim.SGD(model.parameters())
-    total = audit(model, batch, "balanced", optimizer=optimizer).totals()["saved activations"]
-    assert total.plain == measured(model, batch)
-    wrap(model, optimizer, "balanced")
-    # Which of the four elements of a window was greatest: 2 bits.
-    assert total.planned == measured(model, batch) == 4 * 8 * 16 * 16 * 2 // 8
-
-
 OPTIMIZERS = {
     "adamw": torch.optim.AdamW,
     "amsgrad": lambda p: torch.optim.AdamW(p, amsgrad=True),

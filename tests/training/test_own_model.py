@@ -235,12 +235,6 @@ def test_a_users_functions_make_the_model_and_the_data(made):
     falls(session)
 
 
-@pytest.mark.nightly
-def test_a_users_function_makes_the_model(made):
-    path = f"model=py:{__name__}:own_model"
-    assert weights_of(falls(made(path, "data.tokenizer=bytes", *METERED)))
-
-
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [("fp32", "float32"), ("float32", "float32"), ("bf16", "bfloat16"), ("bfloat16", "bfloat16")],

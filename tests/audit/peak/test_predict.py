@@ -189,17 +189,6 @@ def test_the_vectors_of_a_factored_step_on_cuda():
 
 
 @pytest.mark.parametrize(
-    "preset", [pytest.param("balanced", marks=pytest.mark.nightly), "all_four"]
-)
-def test_a_step_copies_one_channels_last_weight(preset):
-    convolutions = nn.Conv2d(16, 128, 3), nn.ReLU(), nn.Conv2d(128, 256, 3)
-    model = nn.Sequential(*convolutions).to(memory_format=torch.channels_last)
-    optimizer, x = torch.optim.AdamW(model.parameters()), torch.zeros(2, 16, 8, 8)
-    predicted, measured = (run(model, optimizer, x, preset).peak for run in (predict, measure))
-    assert predicted.nbytes == pytest.approx(measured.nbytes, rel=0.03)
-
-
-@pytest.mark.parametrize(
     ("dtype", "preset"), [(torch.float32, "balanced"), (torch.float64, "all_four")]
 )
 def test_a_step_in_pure_torch_holds_what_it_makes(dtype, preset):
