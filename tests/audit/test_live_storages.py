@@ -166,16 +166,6 @@ def _stepped(optimizer_class, **options):
     return optimizer
 
 
-def test_adamw_states_by_hand():
-    optimizer = _stepped(torch.optim.AdamW)
-    # two moments of 55 floats, and a step counter of one float for each of two parameters
-    assert measure_states(optimizer) == 4 * (2 * 55 + 2)
-
-
-def test_sgd_without_momentum_holds_nothing():
-    assert measure_states(_stepped(torch.optim.SGD, lr=0.1)) == 0
-
-
 def test_bytes_hidden_outside_state_count():
     optimizer = _stepped(torch.optim.SGD, lr=0.1)
     optimizer.buffers = [{"codes": (torch.zeros(3), torch.zeros(4))}]

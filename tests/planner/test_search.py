@@ -131,24 +131,6 @@ def test_the_proposed_plan_is_one_that_wrap_takes_and_files_hold(proxy, tmp_path
 
 
 @pytest.mark.nightly
-def test_only_what_is_allowed_is_done(proxy):
-    model, optimizer = make()
-    goal = Goal(allow="recompute")
-    found = fit(model, optimizer, X, "3.6MB", goal=goal)
-    assert found.chosen["recompute"] >= 1
-    assert set(found.chosen) <= {"recompute", "keep"}
-    assert found.states == "torch"
-    assert found.error == 0
-    assert found.plan.config.activations.recompute[0].startswith("h.")
-    goal = Goal(allow=("quantise",))
-    assert not fit(model, optimizer, X, "2MB", goal=goal).plan.config.activations.recompute
-    goal = Goal(allow=("release", "weights"))
-    config = fit(model, optimizer, X, "5.8MB", goal=goal).plan.config
-    assert (config.gradients, config.weights) != ("keep", "keep")
-    assert not config.activations.sites or set(config.activations.sites.values()) == {"keep"}
-
-
-@pytest.mark.nightly
 def test_less_error_allowed_is_less_error_made(proxy):
     model, optimizer = make()
     free = fit(model, optimizer, X, "2.8MB")
@@ -197,37 +179,6 @@ def test_what_does_not_fit_says_why_and_what_would_help(proxy):
     size = int(re.search(r"a batch of (\d+)", str(caught.value))[1])
     assert fit(model, optimizer, X[:size], "1.1MB").peak.nbytes <= 1_100_000
     assert not any(module._forward_hooks for module in model.modules())
-
-
-@pytest.mark.nightly
-def test_the_advice_of_a_refusal_is_taken():
-    """Half-precision weights and all that is allowed: predicted, and it fits or says why not."""
-    torch.manual_seed(0)
-    model = Net(1).bfloat16()
-    optimizer = torch.optim.AdamW(model.parameters())
-    goal, tried = Goal(allow="recompute"), []
-    for size in ("1.2MB", "300KB"):
-        with pytest.raises(DoesNotFit) as caught:
-            fit(model, optimizer, X.bfloat16(), size, goal=goal)
-        (advice,) = [line for line in caught.value.help if line.startswith("allow=")]
-        allow = advice.partition("=")[2].partition(" ")[0].split(",")
-        assert allow == [*ALLOWED]
-        outcome = taken(model, optimizer, size, replace(goal, allow=allow))
-        tried.append(type(outcome).__name__)
-        if isinstance(outcome, DoesNotFit):
-            assert not any(line.startswith("allow=") for line in outcome.help)
-        else:
-            assert outcome.peak.nbytes <= outcome.budget
-            assert outcome.plan.config.weights in ("bf16+8", "bf16+sr")
-    assert tried == ["Fit", "DoesNotFit"]
-
-
-def taken(model, optimizer, size, goal):
-    """What comes of a budget: a plan, or why there is none."""
-    try:
-        return fit(model, optimizer, X.bfloat16(), size, goal=goal)
-    except DoesNotFit as error:
-        return error
 
 
 def test_of_equal_plans_the_one_with_truer_weights_comes_first():

@@ -66,10 +66,6 @@ def test_a_case_worked_by_hand(case):
     assert allocate(*given) == bits
 
 
-def test_zero_sensitivities_stay_within_the_budget():
-    assert sum(allocate([0.0, 0.0], [1, 1], 6)) <= 6
-
-
 @settings(max_examples=200, deadline=None)
 @given(items, st.floats(0, 1))
 @example([(7200.0, 1), (1.192092896e-07, 1)], 0.9999999999999999)
@@ -203,13 +199,6 @@ def test_a_common_factor_does_not_matter():
         bits.solve({A.name: [(5.0 * scale, 4)], B.name: [(1e-3 * scale, 4)]})
         widths.append(bits.widths)
     assert widths[0] == widths[1]
-
-
-def test_bad_sensitivities_get_the_most():
-    for bad in (math.nan, math.inf):
-        bits = BitWidths(3.0)
-        bits.solve({A.name: [(bad, 4)], B.name: [(1.0, 4)]})
-        assert bits.widths[A.name] > bits.widths[B.name]
 
 
 def test_state_goes_on():
