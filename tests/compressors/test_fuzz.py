@@ -1,7 +1,6 @@
 """Shapes, strides and values that nobody thought of, on every registered compressor.
 
-Each element is held to what its compressor states of its error (`stated_errors`): a NaN that spoils
-more than that breaks the bound of an element beside it.
+A NaN that spoils more than its compressor states breaks the bound of an element beside it.
 """
 
 import math

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from memtrain.compressors import Group, Host, Identity, Key
+from memtrain.compressors import Group, Host, Identity, Key, Patch
 from memtrain.compressors.log_group import SPAN, cut_, of_logarithms
 
 
@@ -29,9 +29,10 @@ def test_wrong_fields_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
-def test_only_floats_are_taken(dtype):
+@pytest.mark.parametrize("kind", [Group, Patch])
+def test_only_floats_are_taken(kind, dtype):
     with pytest.raises(TypeError, match=r"allowed: torch\.float32"):
-        Group().compress(torch.zeros(8, dtype=dtype), key=Key())
+        kind().compress(torch.zeros(8, dtype=dtype), key=Key())
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
@@ -42,11 +43,13 @@ def test_bytes_are_those_of_the_docstring(bits, bounds, extra):
     assert packed.nbytes == 16 * (64 * bits // 8 + extra)
 
 
-def test_the_key_feeds_stochastic_rounding_only():
+@pytest.mark.parametrize("kind", [Group, Patch])
+def test_the_key_feeds_stochastic_rounding_only(kind):
     x = torch.randn(1000)
     for rounding, differs in (("stochastic", True), ("nearest", False)):
-        compressor = Group(rounding=rounding)
-        codes = [compressor.compress(x, key=Key(step=step)).tensors["codes"] for step in (1, 2)]
+        compressor = kind(rounding=rounding)
+        payloads = [compressor.compress(x, key=Key(step=step)) for step in (1, 2)]
+        codes = [payload.tensors[compressor.parts[0]] for payload in payloads]
         assert torch.equal(*codes) != differs
 
 

@@ -17,12 +17,6 @@ def test_another_rounding_is_refused():
         Patch(rounding="up")
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
-def test_only_floats_are_taken(dtype):
-    with pytest.raises(TypeError, match=r"allowed: torch\.float32"):
-        Patch().compress(torch.zeros(8, 8, dtype=dtype), key=Key())
-
-
 @pytest.mark.parametrize(
     ("shape", "patches"),
     [

@@ -56,6 +56,17 @@ def samples(n: int, dtype: torch.dtype, where: str) -> tuple[torch.Tensor, torch
     return x.to(dtype), grad.to(dtype)
 
 
+def beside_the_reference(name, x, grad, boundaries, levels, **options):
+    """Codes, products and levels of the reference, each with those of a backend."""
+    results = []
+    for choice in ("reference", name):
+        with backend(choice):
+            codes = derivative.encode(x, boundaries, **options)
+            dx = derivative.backward(grad, codes, levels)
+            results.append((codes, dx, derivative.decode(codes, levels, x.numel(), x.dtype)))
+    return zip(*results, strict=True)
+
+
 @pytest.mark.parametrize("name", BACKENDS[1:])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("bits", [1, 2, 3, 4])
@@ -63,14 +74,8 @@ def test_kernels_equal_the_reference(name, dtype, bits):
     x, grad = samples(5000 if name == "cpu" else 1300, dtype, device(name))
     for function in ("gelu", "tanh"):  # plain and even
         step = table(function, bits)
-        boundaries, levels = list(step.boundaries), list(step.levels)
-        results = []
-        for choice in ("reference", name):
-            with backend(choice):
-                codes = derivative.encode(x, boundaries, parity=step.parity)
-                dx = derivative.backward(grad, codes, levels)
-                results.append((codes, dx, derivative.decode(codes, levels, x.numel(), dtype)))
-        for reference, kernel in zip(*results, strict=True):
+        given = x, grad, list(step.boundaries), list(step.levels)
+        for reference, kernel in beside_the_reference(name, *given, parity=step.parity):
             assert torch.equal(reference, kernel)
 
 
@@ -85,13 +90,9 @@ def test_every_instruction_set_equals_the_reference(level, dtype, bits):
     x[: len(boundaries)] = torch.tensor(boundaries).to(x)  # ties
     x[300], x[301], x[302], grad[400], grad[401] = NAN, INF, -INF, NAN, INF
     levels = torch.linspace(0, 3, 2**bits).tolist()
-    results = []
-    for choice in ("reference", "cpu"):
-        with instructions(level), backend(choice):
-            codes = derivative.encode(x, boundaries, shift=0.25)
-            dx = derivative.backward(grad, codes, levels)
-            results.append((codes, dx, derivative.decode(codes, levels, n, dtype)))
-    for reference, kernel in zip(*results, strict=True):
+    with instructions(level):
+        pairs = beside_the_reference("cpu", x, grad, boundaries, levels, shift=0.25)
+    for reference, kernel in pairs:
         torch.testing.assert_close(kernel, reference, rtol=0, atol=0, equal_nan=True)
 
 
@@ -120,14 +121,9 @@ def test_other_widths_sides_and_shifts_equal_the_reference(name, dtype, bits):
     levels = torch.linspace(-1, 3, 2**bits).tolist()
     for parity in ("band",) if bits == 1 else ("plain", "even"):
         for shift in (0.0, 0.75):
-            results = []
-            for choice in ("reference", name):
-                with backend(choice):
-                    codes = derivative.encode(x, boundaries, parity=parity, shift=shift)
-                    dx = derivative.backward(grad, codes, levels)
-                    results.append((codes, dx, derivative.decode(codes, levels, 600, dtype)))
-            for reference, kernel in zip(*results, strict=True):
-                assert torch.equal(reference, kernel)
+            given = x, grad, boundaries, levels
+            pairs = beside_the_reference(name, *given, parity=parity, shift=shift)
+            assert all(torch.equal(reference, kernel) for reference, kernel in pairs)
 
 
 @pytest.mark.parametrize("name", BACKENDS)
@@ -164,12 +160,10 @@ def test_one_bit_on_every_side_is_the_references(dtype):
         grad = torch.cat([torch.randn(1024), special]).to(dtype)[-n or 1034 :]
         for parity, shift in sides:
             boundaries = [-0.25, 0.75] if parity == "band" else [0.25]
-            results = []
-            for choice in ("reference", "cpu"):
-                with backend(choice):
-                    codes = derivative.encode(x, boundaries, parity=parity, shift=shift)
-                    results.append((codes, derivative.backward(grad, codes, [-0.5, 1.5])))
-            for reference, kernel in zip(*results, strict=True):
+            given = x, grad, boundaries, [-0.5, 1.5]
+            for reference, kernel in beside_the_reference(
+                "cpu", *given, parity=parity, shift=shift
+            ):
                 torch.testing.assert_close(kernel, reference, rtol=0, atol=0, equal_nan=True)
 
 

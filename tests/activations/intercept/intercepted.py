@@ -82,12 +82,15 @@ def stack_is_clean():
 
 
 class Fn(nn.Module):
-    """A model of one parameter and any function."""
+    """A model of one parameter, any function and the modules that the function calls."""
 
-    def __init__(self, function):
+    def __init__(self, function, p=None, **modules):
         super().__init__()
-        self.p = nn.Parameter(torch.randn(64, 64, generator=torch.Generator().manual_seed(3)) / 8)
+        drawn = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)) / 8
+        self.p = nn.Parameter(drawn if p is None else p)
         self.function = function
+        for name, module in modules.items():
+            self.add_module(name, module)
 
     def forward(self, *args):
         return self.function(self, *args)

@@ -18,21 +18,9 @@ from memtrain.activations.intercept.reentrancy import suspend_others
 from memtrain.activations.saved.options import Options
 from memtrain.audit.live_storages import saved_nbytes
 from memtrain.compressors import Group
-from tests.activations.intercept.intercepted import identity, intercept, lossy, stack_is_clean
+from tests.activations.intercept.intercepted import Fn, identity, intercept, lossy, stack_is_clean
 
 CHOICES = {"identity": identity, "lossy": lossy}
-
-
-class Fn(nn.Module):
-    def __init__(self, function, p=None, **modules):
-        super().__init__()
-        self.function = function
-        self.p = nn.Parameter(torch.ones(64, 64) if p is None else p)
-        for name, module in modules.items():
-            setattr(self, name, module)
-
-    def forward(self, *args):
-        return self.function(self, *args)
 
 
 @pytest.mark.parametrize("preset", CHOICES)

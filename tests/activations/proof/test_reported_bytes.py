@@ -1,7 +1,4 @@
-"""Wrong results that were once reported, continued: layouts, nestings, and bytes.
-
-See `test_reported_faults.py`.
-"""
+"""Wrong results that were once reported, continued: layouts, nestings, and bytes."""
 
 import copy
 import math

@@ -1,7 +1,4 @@
-"""Wrong gradients that were once reported, continued: names on no list, numbers that are none.
-
-See `test_reported_faults.py`.
-"""
+"""Wrong gradients that were once reported, continued: names on no list, numbers that are none."""
 
 import math
 import re

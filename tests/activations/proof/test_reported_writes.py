@@ -1,7 +1,4 @@
-"""Wrong gradients that were once reported, continued: compositions, and writes.
-
-See `test_reported_faults.py`.
-"""
+"""Wrong gradients that were once reported, continued: compositions, and writes."""
 
 import copy
 import ctypes
