@@ -1,8 +1,6 @@
-"""Every Triton kernel natively, against the reference on a CPU; training on CUDA tensors.
+"""Steps, copies and training on CUDA tensors; none has run on a GPU yet.
 
-    MEMTRAIN_GPU=1 python -m pytest -q -m gpu tests/test_gpu.py
-
-The variable keeps the tests out of Triton's interpreter. These have not run on a GPU yet.
+MEMTRAIN_GPU=1 python -m pytest -q -m gpu
 """
 
 import pytest

@@ -1,7 +1,6 @@
 """How often Python functions of memtrain are called in a training step: that may not grow.
 
-What a GPU's step costs the host is such calls and launches. Unlike a time, their number is the same
-on every machine: those of a layer are what three layers make more than two.
+The calls of a layer are what three layers make more than two.
 """
 
 import sys

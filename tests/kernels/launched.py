@@ -1,8 +1,7 @@
 """Compiles for sm_90, without a device, what launches ask for; nothing is executed.
 
-A script, as aot.py: it must run without TRITON_INTERPRET. The kernels' cases there are written by
-hand; here Triton's own launch path specialises on what the session's driver and training steps of
-three models give it. Prints JSON: how many kernels, and what was wrong with which.
+A script, as aot.py, whose cases are written by hand; here Triton's launch path specialises on what
+training steps give it. Prints JSON: how many kernels, and what was wrong with which.
 """
 
 import json
