@@ -26,8 +26,8 @@ that is no parameter does not count: one-hot vectors select elements.
 - "Products read it": matrix products read the result. For `sigmoid` and `tanh`, convolutions,
   softmax, norms and cross-entropy may also read it.
 - "Factor": one of these, attention, pooling, `logsumexp`, or a sum or mean of eight or more numbers
-  reads the product. Nonlinearities are followed. A factor of a matrix product with a parameter has
-  no condition.
+  reads the product. Softmax, `logsumexp` and cross-entropy may read no square. Nonlinearities are
+  followed. A factor of a matrix product with a parameter has no condition.
 
 The reason: the gradient of a logarithm, a root or a quotient is largest where the result is
 smallest, and would amplify the error of the codes.

@@ -20,8 +20,8 @@ from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.ops import cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
+from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.aliases import callables
-from memtrain.activations.saved.known_ops import OWN
 from memtrain.activations.saved.origin import foreign, in_transform
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Site
@@ -32,6 +32,15 @@ from memtrain.compressors.fewbit.register import Registered
 Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 Recogniser = Callable[[nn.Module, Tensor], Call | None]
 
+# Replaced op -> the node of torch's form, whose gradient is bounded as the op's is.
+_NODES = {
+    op: node
+    for node, ops in (
+        (known_ops.LOG_SOFTMAX, ("cross_entropy",)),
+        (known_ops.LAYER_NORM, (*norms.NAMES, *(f"small_{name}" for name in norms.NAMES))),
+    )
+    for op in ops
+}
 # torch's own form of these saves its result, not its input.
 _SAVE_RESULTS = ("relu", "sigmoid", "tanh")
 
@@ -212,14 +221,14 @@ class Replacements:
         saved, y = self.saved, result if isinstance(result, Tensor) else result[0]
         node: Any = y.grad_fn
         above: list[Any] = []  # views and casts
-        while node is not None and type(node) not in OWN:
+        while node is not None and type(node) not in known_ops.OWN:
             above.append(node)
             node = node.next_functions[0][0] if node.next_functions else None
         if node is None or node._sequence_nr() < saved.mark:  # of an earlier op
             return
         if saved.readers.results:
-            bounded = site.op == "cross_entropy" or site.op.endswith("norm")
-            saved.readers.visit(node, carries=not bounded, bounded=bounded)
+            kind = _NODES.get(site.op)
+            saved.readers.visit(node, carries=kind is None, kind=kind)
             for one in reversed(above):
                 saved.readers.visit(one, carries=True)
         saved.readers.seen((y,))

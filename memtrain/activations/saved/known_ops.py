@@ -55,23 +55,28 @@ PRODUCTS = node_classes(
 MULTIPLIES = node_classes("MulBackward0")
 SUMS = node_classes("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
 SOFTMAXES = node_classes("SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0")
-SATURATING_READERS = PRODUCTS | SOFTMAXES | node_classes("ConvolutionBackward0")
+NORMS = node_classes(
+    *("CudnnBatchNormBackward0", "FusedRmsNormBackward0", "MiopenBatchNormBackward0"),
+    *("NativeBatchNormBackward0", "NativeGroupNormBackward0", "NativeLayerNormBackward0"),
+)
+(LOG_SOFTMAX,), (LAYER_NORM,) = (
+    node_classes("LogSoftmaxBackward0"),
+    node_classes("NativeLayerNormBackward0"),
+)
+SATURATING_READERS = PRODUCTS | SOFTMAXES | NORMS | node_classes("ConvolutionBackward0")
 """Nodes that may read a compressed sigmoid or tanh, or its product or sum with something else: a
 gate, or a cap of scores. The gradient of a logarithm or a quotient is largest where the derivative
 is smallest, and the error of its codes counts most there."""
-FACTOR_READERS = (
-    SATURATING_READERS
+SQUARE_READERS = (
+    (SATURATING_READERS - SOFTMAXES)
     | SUMS
-    | node_classes(
-        *("AdaptiveAvgPool2DBackward0", "AvgPool2DBackward0", "CudnnBatchNormBackward0"),
-        *("FusedRmsNormBackward0", "LogsumexpBackward0", "MiopenBatchNormBackward0"),
-        *("NativeBatchNormBackward0", "NativeGroupNormBackward0", "NativeLayerNormBackward0"),
-    )
-    | KERNELS.keys()
+    | node_classes("AdaptiveAvgPool2DBackward0", "AvgPool2DBackward0")
 )
-"""Nodes that may read a product whose factors are compressed. The gradient of a root, a logarithm
-or an inverse is largest where the product is smallest, which is where the error of a factor counts
-most."""
+"""Nodes that may read a square whose factor is compressed. The gradient of a root, a logarithm or
+an inverse is largest where the square is smallest, and the error of a factor counts most there; so
+is a softmax of minus the square, or its exp()."""
+FACTOR_READERS = SQUARE_READERS | SOFTMAXES | node_classes("LogsumexpBackward0") | KERNELS.keys()
+"""Nodes that may read another product whose factors are compressed."""
 FEW = 8
 """Fewer products may have a sum that is small, which a root or a logarithm may read. The gradient
 of log(sum(h^2)) has a cosine of 0.09 for 2 squares, 0.934 for 4, 0.983 for 8 and 0.990 for 128,

@@ -13,6 +13,7 @@ from memtrain.activations.saved.known_ops import (
     MULTIPLIES,
     PRODUCTS,
     SAME_VALUES,
+    SQUARE_READERS,
     VIEWS,
     KnownOp,
     node_classes,
@@ -46,6 +47,7 @@ _CARRIES = (
 them."""
 _QUOTIENTS = node_classes("DivBackward0")
 """Nodes that carry their first input in the same way."""
+_EXPONENTIALS = node_classes("ExpBackward0")
 _POWERS = node_classes("PowBackward0")
 """Nodes that do if the exponent is 2."""
 
@@ -64,7 +66,7 @@ class _Result:
         is_factor: bool,
     ) -> None:
         self.readers, self.number = readers, storage_id(x)
-        self._node, self.is_factor = node, is_factor
+        self._node, self.is_factor, self.is_square = node, is_factor, False
         self.copies: set[StorageWeakRef] = set()
         """Memory of other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
@@ -83,6 +85,15 @@ class _Result:
         Of a factor, sums and products may be alive to the end, as a residual stream is.
         """
         return not self.is_factor or type(node) in SAME_VALUES or node._sequence_nr() == self._node
+
+    def square(self) -> None:
+        """Restrict the readers of a factor to those of a square."""
+        if self.is_factor:
+            self.is_square, self.readers = True, self.readers & SQUARE_READERS
+
+    def passes(self, kind: type) -> bool:
+        """Return whether a node's output is followed: the exp() of a square is not."""
+        return not self.is_square or kind not in _EXPONENTIALS
 
     @property
     def has_copies(self) -> bool:
@@ -138,29 +149,33 @@ class Readers:
         """Let a result or a factor wait."""
         number = node._sequence_nr()
         found = _Result(number, x, storage, readers, save, is_factor=is_factor)
+        if _squares(node):
+            found.square()
         self.results.setdefault(number, {})[found] = None
         self._made.append(found)
 
-    def visit(self, node: Any, *, carries: bool = False, bounded: bool = False) -> None:
+    def visit(self, node: Any, *, carries: bool = False, kind: type | None = None) -> None:
         """Note what a node reads.
 
-        It `carries` its input's elements if its output has them, times one number, or 0. The
-        gradient of what it reads is `bounded` as that of cross-entropy.
+        It `carries` its input's elements if its output has them, times one number, or 0. `kind` is
+        the node of torch's own form of an op.
         """
-        kind = type(node)
-        few = sums_few(node)
-        carries = carries or few or kind in _CARRIES
-        carries = carries or (kind in _POWERS and node._saved_exponent == 2)
-        for place, (above, _) in enumerate(node.next_functions):
+        kind = kind or type(node)
+        few, above = sums_few(node), [each for each, _ in node.next_functions]
+        squares = _squares(node)
+        carries = carries or few or squares or kind in _CARRIES
+        for place, source in enumerate(above):
             carried = carries or (kind in _QUOTIENTS and place == 0)
-            for found in () if above is None else self.results.get(above._sequence_nr(), ()):
-                if bounded or (kind in found.readers and not few and not _scales(node)):
+            for found in () if source is None else self.results.get(source._sequence_nr(), ()):
+                if kind in found.readers and not few and not _scales(node):
                     if found.has_copies:
                         self._allowed[found] = None
                     else:
                         found.save(compress=True)
-                elif kind in VIEWS or (carried and not found.is_saved):
+                elif kind in VIEWS or (carried and not found.is_saved and found.passes(kind)):
                     self.results.setdefault(node._sequence_nr(), {})[found] = None
+                    if squares:
+                        found.square()
                 elif not (carried and found.is_factor):
                     found.save(compress=False)
 
@@ -193,6 +208,15 @@ class Readers:
         """Keep the results so far: ops that were not visited may have read them."""
         for found in self._made:
             found.save(compress=False)
+
+
+def _squares(node: Any) -> bool:
+    """Return whether a node multiplies a tensor by itself."""
+    kind = type(node)
+    if kind in MULTIPLIES:
+        (one, _), (other, _) = node.next_functions
+        return one is not None and one is other
+    return kind in _POWERS and node._saved_exponent == 2
 
 
 def _scales(node: Any) -> bool:
