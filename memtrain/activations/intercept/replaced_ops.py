@@ -228,7 +228,8 @@ class Replacements:
             return
         if saved.readers.results:
             kind = _NODES.get(site.op)
-            saved.readers.visit(node, carries=kind is None, kind=kind)
+            size = partial(norms.least_size, site.op, x.shape)
+            saved.readers.visit(node, carries=kind is None, kind=kind, elements=size)
             for one in reversed(above):
                 saved.readers.visit(one, carries=True)
         saved.readers.seen((y,))

@@ -1,6 +1,7 @@
 """Recognises calls of norms: torch's functions, and modules that write an RMS norm out."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 from torch import Tensor, nn
@@ -27,6 +28,13 @@ FEW = 19
 of variance v in x_hat is 2 v / (N - 2) of the squared gradient that is left, where that is random.
 With 4 bits in groups of 128, v = 0.02, two norms lose more than the 4-bit codes of the hardswish
 between them (0.0047) up to N = 19; with 6 bits, v = 0.0011, from N = 3 on they lose no more."""
+
+
+def least_size(op: str, shape: Sequence[int], *node: Any) -> int:
+    """Return a lower bound of the elements that a norm divides by their deviation."""
+    if op in ("layer_norm", "rms_norm"):
+        return shape[-1]
+    return prod(shape) // shape[1] if op.endswith("batch_norm") else prod(shape[2:])
 
 
 def _call(

@@ -63,25 +63,19 @@ NORMS = node_classes(
     node_classes("LogSoftmaxBackward0"),
     node_classes("NativeLayerNormBackward0"),
 )
-SATURATING_READERS = PRODUCTS | SOFTMAXES | NORMS | node_classes("ConvolutionBackward0")
+CONVOLUTIONS = node_classes("ConvolutionBackward0")
+SATURATING_READERS = PRODUCTS | SOFTMAXES | NORMS | CONVOLUTIONS
 """Nodes that may read a compressed sigmoid or tanh, or its product or sum with something else: a
 gate, or a cap of scores. The gradient of a logarithm or a quotient is largest where the derivative
 is smallest, and the error of its codes counts most there."""
-SQUARE_READERS = (
-    (SATURATING_READERS - SOFTMAXES)
-    | SUMS
-    | node_classes("AdaptiveAvgPool2DBackward0", "AvgPool2DBackward0")
-)
+POOLS = node_classes("AvgPool2DBackward0", "AvgPool3DBackward0")
+ADAPTIVE_POOLS = node_classes("AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0")
+SQUARE_READERS = (SATURATING_READERS - SOFTMAXES) | SUMS | POOLS | ADAPTIVE_POOLS
 """Nodes that may read a square whose factor is compressed. The gradient of a root, a logarithm or
 an inverse is largest where the square is smallest, and the error of a factor counts most there; so
 is a softmax of minus the square, or its exp()."""
 FACTOR_READERS = SQUARE_READERS | SOFTMAXES | node_classes("LogsumexpBackward0") | KERNELS.keys()
 """Nodes that may read another product whose factors are compressed."""
-FEW = 8
-"""Fewer products may have a sum that is small, which a root or a logarithm may read. The gradient
-of log(sum(h^2)) has a cosine of 0.09 for 2 squares, 0.934 for 4, 0.983 for 8 and 0.990 for 128,
-with normal h in 4 bits."""
-
 Reason = str
 Node = Any
 Name = str | Callable[[Node, Any], str]
@@ -156,13 +150,6 @@ def _power(node: Node, function: Any) -> str:
 
 def _is_square(node: Node) -> bool:
     return node._saved_exponent == 2
-
-
-def sums_few(node: Node) -> bool:
-    """Return whether a node sums fewer than `FEW` elements."""
-    if type(node) not in SUMS:
-        return False
-    return prod(node._saved_self_sym_sizes) < FEW * prod(node._input_metadata[0].shape)
 
 
 def _reads_input(node: Node) -> bool:

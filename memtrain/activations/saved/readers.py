@@ -7,17 +7,19 @@ import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read
 from memtrain.activations.saved.known_ops import (
     DERIVATIVE,
+    FACTOR_READERS,
     KNOWN,
     MULTIPLIES,
+    NORMS,
     PRODUCTS,
     SAME_VALUES,
     SQUARE_READERS,
     VIEWS,
     KnownOp,
     node_classes,
-    sums_few,
 )
 from memtrain.activations.saved.origin import is_parameter, storage_id
 from memtrain.activations.saved.store import Geometry, Storage
@@ -50,6 +52,7 @@ _QUOTIENTS = node_classes("DivBackward0")
 _EXPONENTIALS = node_classes("ExpBackward0")
 _POWERS = node_classes("PowBackward0")
 """Nodes that do if the exponent is 2."""
+_SQUARING = _POWERS | MULTIPLIES
 
 
 class _Result:
@@ -90,10 +93,6 @@ class _Result:
         """Restrict the readers of a factor to those of a square."""
         if self.is_factor:
             self.is_square, self.readers = True, self.readers & SQUARE_READERS
-
-    def passes(self, kind: type) -> bool:
-        """Return whether a node's output is followed: the exp() of a square is not."""
-        return not self.is_square or kind not in _EXPONENTIALS
 
     @property
     def has_copies(self) -> bool:
@@ -149,30 +148,43 @@ class Readers:
         """Let a result or a factor wait."""
         number = node._sequence_nr()
         found = _Result(number, x, storage, readers, save, is_factor=is_factor)
-        if _squares(node):
+        if type(node) in _SQUARING and _squares(node):
             found.square()
         self.results.setdefault(number, {})[found] = None
         self._made.append(found)
 
-    def visit(self, node: Any, *, carries: bool = False, kind: type | None = None) -> None:
+    def visit(
+        self,
+        node: Any,
+        *,
+        carries: bool = False,
+        kind: type | None = None,
+        elements: Callable[[Any, int], int] = elements_read,
+    ) -> None:
         """Note what a node reads.
 
-        It `carries` its input's elements if its output has them, times one number, or 0. `kind` is
-        the node of torch's own form of an op.
+        It `carries` its input's elements if its output has them, times one number, or 0. For an own
+        op, `kind` is the node of torch's form, and `elements` replaces `elements_read`.
         """
         kind = kind or type(node)
-        few, above = sums_few(node), [each for each, _ in node.next_functions]
-        squares = _squares(node)
-        carries = carries or few or squares or kind in _CARRIES
-        for place, source in enumerate(above):
-            carried = carries or (kind in _QUOTIENTS and place == 0)
-            for found in () if source is None else self.results.get(source._sequence_nr(), ()):
-                if kind in found.readers and not few and not _scales(node):
+        squares = kind in _SQUARING and _squares(node)
+        carries = carries or squares or kind in _CARRIES
+        for place, (above, _) in enumerate(node.next_functions):
+            waiting = () if above is None else self.results.get(above._sequence_nr(), ())
+            if not waiting:
+                continue
+            few = kind in AVERAGES and elements(node, place) < FEW
+            reads = kind in FACTOR_READERS and not few and not _scales(node)
+            carried = carries or (few and kind not in NORMS) or (kind in _QUOTIENTS and place == 0)
+            for found in waiting:
+                if reads and kind in found.readers:
                     if found.has_copies:
                         self._allowed[found] = None
                     else:
                         found.save(compress=True)
-                elif kind in VIEWS or (carried and not found.is_saved and found.passes(kind)):
+                elif found.is_square and kind in _EXPONENTIALS:
+                    found.save(compress=False)
+                elif kind in VIEWS or (carried and not found.is_saved):
                     self.results.setdefault(node._sequence_nr(), {})[found] = None
                     if squares:
                         found.square()
@@ -216,7 +228,7 @@ def _squares(node: Any) -> bool:
     if kind in MULTIPLIES:
         (one, _), (other, _) = node.next_functions
         return one is not None and one is other
-    return kind in _POWERS and node._saved_exponent == 2
+    return node._saved_exponent == 2
 
 
 def _scales(node: Any) -> bool:
@@ -245,10 +257,11 @@ def may_wait(row: KnownOp, kind: type, tensors: Mapping[str, Tensor], *, derives
     product is recomputed from its factors, which then wait only if they are one tensor.
     """
     if kind in PRODUCTS:
-        x = tensors.get(row.tensors[-1].attribute)
-        if x is None or (x if x._base is None else x._base).is_leaf:
-            return False
-        return not is_parameter(x)
+        for saved in reversed(row.tensors):  # a weight mostly is the second
+            x = tensors.get(saved.attribute)
+            if x is None or (x if x._base is None else x._base).is_leaf or is_parameter(x):
+                return False
+        return True
     if derives and kind in MULTIPLIES:
         return tensors.get("self") is tensors.get("other")
     return True

@@ -158,6 +158,7 @@ def test_a_result_that_is_read_where_no_mode_sees_it_is_kept(name, form):
     assert torch.equal(gradient(model), exact)
 
 
+TWO = nn.Parameter(torch.tensor([1.0, 0.5]))
 WEIGHT = nn.Parameter(torch.ones(64, 64).tril(), requires_grad=False)
 SQUARES = {
     **{"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h},
@@ -181,8 +182,18 @@ SMALL = {
     "a root of a scaled mean of four": lambda s: (3 * s.view(64, 16, 4).mean(-1)).sqrt(),
     "a quotient": lambda s: 1 / s,
     "a logarithm of chosen elements": lambda s: torch.log(s @ torch.eye(64)),
+    "a logarithm of pools of two": lambda s: F.avg_pool1d(s.unsqueeze(1), 2).log(),
+    "a logarithm of means of four": lambda s: F.adaptive_avg_pool1d(s.unsqueeze(1), 16).log(),
+    "a logarithm of a product with two": lambda s: (s.view(-1, 2) @ TWO[:, None]).log(),
+    "a logarithm of a sum and a product": lambda s: torch.addmm(s, WEIGHT, WEIGHT.T).log(),
+    "a logarithm of a convolution": lambda s: F.conv1d(s.unsqueeze(1), TWO.view(1, 1, 2)).log(),
+    "a logarithm of a transposed convolution": lambda s: F.conv_transpose1d(
+        s.unsqueeze(1), TWO.view(1, 1, 2), stride=2
+    ).log(),
 }
 LARGE = {
+    "a pool of sixteen": lambda s: F.avg_pool2d(s.view(1, 64, 8, 8), 4).log(),
+    "a convolution with eight": lambda s: F.conv1d(s.view(64, 1, 64), WEIGHT[63].view(8, 1, 8)),
     "a mean": lambda s: s.mean(-1).rsqrt(),
     "a sum of eight": lambda s: s.view(64, 8, 8).sum(-1).log(),
     "a product": lambda s: s @ WEIGHT,
@@ -197,6 +208,23 @@ def test_a_product_that_a_root_or_a_logarithm_reads_keeps_its_factors(product, r
     exact, mine, _ = with_and_without(model, torch.randn(64, 64))
     assert torch.equal(mine, exact) is (reader in SMALL)
     assert torch.cosine_similarity(mine, exact, 0) > 0.98
+
+
+NORMS = {
+    "layer_norm": lambda s, n: F.layer_norm(s.view(-1, n), (n,)),
+    "rms_norm": lambda s, n: F.rms_norm(s.view(-1, n), (n,)),
+    "group_norm": lambda s, n: F.group_norm(s.view(16, -1, n), s.numel() // 16 // n),
+    "batch_norm": lambda s, n: F.batch_norm(s.view(n, -1), None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_product_that_a_norm_of_few_elements_reads_keeps_its_factors(norm, size):
+    model = Model(lambda h: NORMS[norm](h * h.roll(1, 0), size).view(-1) * torch.arange(4096))
+    _, _, entries = with_and_without(model, torch.randn(64, 64))
+    kept = {e.compressor == "" for e in entries if " / mul / " in e.site and e.nbytes}
+    assert kept == {size == 4}
 
 
 def scan(h):
