@@ -38,7 +38,11 @@ from memtrain.activations.intercept.reentrancy import (
     suspended,
     top_hooks,
 )
-from memtrain.activations.intercept.replaced_ops import Replacements, replace_forward
+from memtrain.activations.intercept.replaced_ops import (
+    Replacements,
+    replace_forward,
+    restore_forward,
+)
 from memtrain.activations.saved.fit import Choose
 from memtrain.activations.saved.options import Options
 from memtrain.activations.saved.origin import in_transform, refuse_replica
@@ -152,7 +156,7 @@ class Interception:
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
             order_beneath(module._forward_hooks)
-            if replace_forward(type(module)):
+            if type(module) not in self._classes and replace_forward(type(module)):
                 self._classes.add(type(module))
         self.recompute.attach(self.model)
 
@@ -163,6 +167,8 @@ class Interception:
         for handle in self._handles:
             handle.remove()
         self._handles = []
+        while self._classes:
+            restore_forward(self._classes.pop())
         self.recompute.detach()
 
     def rerun(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> Any:

@@ -1,5 +1,6 @@
 """Ops that are replaced whole, by the torch function that is called."""
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial, wraps
 from typing import Any
@@ -20,6 +21,7 @@ from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.ops import cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
+from memtrain.activations.ops.written_forms import defined
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.origin import foreign, in_transform
@@ -31,6 +33,9 @@ from memtrain.compressors.fewbit.register import Registered
 
 Recognise = Callable[[str, Sequence[Any], Mapping[str, Any]], Call | None]
 Recogniser = Callable[[nn.Module, Tensor], Call | None]
+
+_REPLACING: Counter[type[nn.Module]] = Counter()
+"""Class -> how many interceptions use its replaced forward."""
 
 # Replaced op -> the node of torch's form, whose gradient is bounded as the op's is.
 _NODES = {
@@ -92,7 +97,7 @@ def replace_forward(cls: type[nn.Module]) -> bool:
     """Let the forward of a class that writes one op out run as one call, where a rule matches.
 
     The new forward belongs to the class, so that torch.compile uses one graph for equal modules.
-    It runs the original one wherever no `OpMode` is active.
+    It runs the original one wherever no `OpMode` is active. `restore_forward` takes it back.
 
     Returns:
         Whether the class writes one op out.
@@ -100,6 +105,7 @@ def replace_forward(cls: type[nn.Module]) -> bool:
     recognise, original = recogniser(cls), vars(cls).get("forward")
     if recognise is None or original is None:
         return False
+    _REPLACING[cls] += 1
     if hasattr(original, "original"):
         return True
 
@@ -113,6 +119,14 @@ def replace_forward(cls: type[nn.Module]) -> bool:
     forward.original = original  # pyright: ignore[reportAttributeAccessIssue]
     cls.forward = forward
     return True
+
+
+def restore_forward(cls: type[nn.Module]) -> None:
+    """Undo a `replace_forward`; the last one restores the forward of the class."""
+    _REPLACING[cls] -= 1
+    original = defined(cls, "forward")
+    if not _REPLACING[cls] and vars(cls).get("forward") is not original:
+        cls.forward = original
 
 
 def written_out(recognise: Recogniser, original: Any, module: nn.Module, x: Tensor) -> Any:

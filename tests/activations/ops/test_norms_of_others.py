@@ -10,6 +10,7 @@ from torch.nn.modules import _functions as functions
 
 from memtrain.activations.intercept.replaced_ops import recogniser
 from memtrain.activations.ops import norm_calls
+from memtrain.activations.ops.written_forms import defined
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Group, Identity, Key
@@ -128,6 +129,18 @@ def test_a_forward_that_the_user_replaced_is_the_one_that_runs(of, when, monkeyp
     if when == "after":
         replace()
     assert torch.equal(model(x), 3 * x)
+
+
+def test_the_forward_of_a_class_is_restored_with_the_last_interception():
+    (llama, *_) = _written_out()["llama"]
+    original = defined(llama, "forward")
+    cls = type("Norm", (llama,), {"forward": original})
+    models = [nn.Sequential(cls(64), cls(64)) for _ in range(2)]
+    first, second = (intercept(model, lambda site: Group(bits=4), []) for model in models)
+    first.detach()
+    assert cls.forward is not original
+    second.detach()
+    assert cls.forward is original
 
 
 def test_a_model_that_writes_its_norm_out_is_intercepted():
