@@ -28,7 +28,7 @@ def recipe(request, tmp_path):
         shutil.copy(ROOT / file, tmp_path)
     diff = (ROOT / f"tests/recipes/{request.param}.diff").read_text()
     subprocess.run(
-        ["git", "apply", "--recount", "-C1", "-"], input=diff, text=True, cwd=tmp_path, check=True,
+        ["git", "apply", "-"], input=diff, text=True, cwd=tmp_path, check=True,
         env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
     )  # fmt: skip
     return RECIPES[request.param], diff, tmp_path
