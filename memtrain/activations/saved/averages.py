@@ -36,9 +36,7 @@ def elements_read(node: Any, place: int) -> int:
             return each // prod(node._saved_stride)
         return prod(weight[1:])
     if kind in POOLS:
-        dims = 2 if "2D" in kind.__name__ else 3
-        sizes = node._saved_kernel_size
-        return sizes[0] ** dims if len(sizes) == 1 else prod(sizes)
+        return prod(node._saved_kernel_size)
     if kind in NORMS:
         return _normalized(node, shape)
     return prod(shape) // max(1, prod(node._input_metadata[0].shape))

@@ -32,14 +32,9 @@ _CARRIES = (
         *("AmaxBackward0", "AminBackward0", "CatBackward0", "ConstantPadNdBackward0"),
         *("CopyBackwards", "CopySlices", "CumsumBackward0", "ExpBackward0", "FlipBackward0"),
         *("GatherBackward0", "IndexAddBackward0", "IndexBackward0", "IndexCopyBackward0"),
-        *(
-            "IndexPutBackward0",
-            "IndexSelectBackward0",
-            "MaxBackward0",
-            "MaximumBackward0",
-            "MinBackward0",
-        ),
-        *("MinimumBackward0", "RepeatBackward0", "RollBackward0", "ScatterAddBackward0"),
+        *("IndexPutBackward0", "IndexSelectBackward0", "MaxBackward0", "MaximumBackward0"),
+        *("MinBackward0", "MinimumBackward0", "RepeatBackward0", "RollBackward0"),
+        *("ScatterAddBackward0",),
         *("SplitBackward0", "SplitWithSizesBackward0", "StackBackward0", "TrilBackward0"),
         *("TriuBackward0", "UnbindBackward0"),
     )
@@ -49,9 +44,10 @@ _CARRIES = (
 them."""
 _QUOTIENTS = node_classes("DivBackward0")
 """Nodes that carry their first input in the same way."""
-_EXPONENTIALS = node_classes("ExpBackward0")
 _POWERS = node_classes("PowBackward0")
-"""Nodes that do if the exponent is 2."""
+"""Nodes that carry it if the exponent is 2."""
+_EXPONENTIALS = node_classes("ExpBackward0")
+"""Nodes that carry no square."""
 _SQUARING = _POWERS | MULTIPLIES
 
 

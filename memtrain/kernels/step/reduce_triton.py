@@ -190,7 +190,7 @@ def _mean_kernel(programs_ptr, table_ptr):
 
 @triton.jit
 def _ratio_kernel(programs_ptr, table_ptr):
-    """What `codecs.ratio` returns; each program reads all row means and column means."""
+    """Return `codecs.ratio`; each program reads all row means and column means."""
     tensor = tl.load(programs_ptr + 2 * tl.program_id(0)).to(tl.int64)
     piece = tl.load(programs_ptr + 2 * tl.program_id(0) + 1).to(tl.int64) * PIECE
     rows = field(table_ptr, tensor, N_ROWS)
