@@ -1,6 +1,7 @@
 """Imports point downwards only (docs/design.md); the package's face is names only."""
 
 import ast
+import re
 from pathlib import Path
 
 import memtrain
@@ -68,6 +69,14 @@ def imports():
             for name in names:
                 if name.split(".")[0] == "memtrain":
                     yield module, name.removeprefix("memtrain").removeprefix(".")
+
+
+def test_private_api_of_the_compiler_is_in_one_module():
+    private = re.compile(
+        r"torch\._dynamo\.|_inductor\.|_functorch\._aot|_C\._dynamo|_torchdynamo|_orig_mod|_compiled_call"
+    )
+    found = [path.name for path in ROOT.rglob("*.py") if private.search(path.read_text())]
+    assert found == ["compiler_internals.py"]
 
 
 def test_imports_point_down():

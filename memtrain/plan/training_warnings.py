@@ -1,6 +1,5 @@
 """Warnings at a step: unmet requests of a plan, and parameters without an optimizer."""
 
-import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
-from memtrain.activations.intercept.compiler_internals import is_compiled
+from memtrain.activations.intercept.compiler_internals import compiled_frames, is_compiled
 from memtrain.activations.intercept.graph_saves import HOST, NO_FAKE
 from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.inlined_hooks import EQUAL, UNSUPPORTED
@@ -107,7 +106,7 @@ class FirstStepReport:
     def __init__(self, plan: Plan, interception: Interception, model: nn.Module) -> None:
         self._plan, self._interception = plan, interception
         self._is_compiled = any(map(is_compiled, model.modules()))
-        self._frames, self._done = _compiled_frames(), False
+        self._frames, self._done = compiled_frames(), False
 
     def attach(self, optimizer: Optimizer) -> Any:
         """Register the hook on the optimizer from `wrap`; return its handle."""
@@ -143,14 +142,14 @@ class FirstStepReport:
         chosen = [c for c in self._plan.activation_rules.compressors() if not isinstance(c, Keep)]
         self._done = self._done or all(compressor.is_identity for compressor in chosen)
         seen = self._interception.seen
-        compiled = not seen and (self._is_compiled or _compiled_frames() != self._frames)
+        compiled = not seen and (self._is_compiled or compiled_frames() != self._frames)
         if self._done or not (seen or compiled):
             return self._done
         why = self._interception.graphs.why or _COMPILED
-        hidden = compiled or (why != _COMPILED and _compiled_frames() != self._frames)
+        hidden = compiled or (why != _COMPILED and compiled_frames() != self._frames)
         found = [_line(why, ["the compiled forward"])] if hidden else []
         recompute = self._interception.recompute
-        if _compiled_frames() != self._frames and (missed := {*recompute.names} - recompute.called):
+        if compiled_frames() != self._frames and (missed := {*recompute.names} - recompute.called):
             found.append(_line(_IN_GRAPH, sorted(missed)))
         found += uncompressed_sites(self._plan)
         self._done = not (found and self._plan.config.strict)
@@ -172,12 +171,6 @@ class FirstStepReport:
         end = "memtrain.plan_of(model) lists each site; strict=true makes this an error."
         warnings.warn(text + end, RuntimeWarning, stacklevel=4)
         return True
-
-
-def _compiled_frames() -> int:
-    """Return the number of frames that torch.compile has compiled in this process."""
-    dynamo: Any = sys.modules.get("torch._dynamo.utils")
-    return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
 
 
 def warn_of_kept_states(plan: Plan, optimizers: Sequence[Optimizer]) -> None:

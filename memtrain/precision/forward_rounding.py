@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from memtrain.activations.intercept.compiler_internals import runs_under_dynamo
 from memtrain.activations.saved.origin import in_transform
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.trace.call_arguments import CallArguments
@@ -73,7 +74,7 @@ class ForwardRounding(RoundingMode):
 
         `assign` traces a model's forward on a batch, and assigns formats to its tensors.
         """
-        if _compiles() or torch.jit.is_tracing() or in_transform():
+        if runs_under_dynamo() or torch.jit.is_tracing() or in_transform():
             raise RuntimeError(NOT_INTERCEPTED)
         check_interceptable(model)
         if self.state.graph is not None or self._tracing:
@@ -242,14 +243,6 @@ class ForwardRounding(RoundingMode):
     def _count(self, name: str, overflows: Tensor, numel: int) -> None:
         if self._counts and self.state.config.promotion is not None and self.state.is_low(name):
             self.scaler.count_overflows(name, overflows, numel)
-
-
-def _compiles() -> bool:
-    """Return whether Dynamo traces this call, or runs its frames after a graph break."""
-    if torch.compiler.is_compiling():
-        return True
-    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
-    return frames.get_eval_frame_callback() is not None
 
 
 def _detached(x: Tensor) -> Tensor:

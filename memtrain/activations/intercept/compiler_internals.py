@@ -1,14 +1,15 @@
-"""Parts of torch.compile that it does not promise to keep, which hooks of graphs need.
+"""Private API of torch.compile: settings, compiled modules, traced frames and graphs.
 
-The one module of theirs that touches it: the settings of its parts, the frame that Dynamo traces,
-the graphs that AOTAutograd inlines hooks into, and the code that inductor makes of them.
+No other module uses this API. Exceptions: `torch._disable_dynamo`, which torch's optimizers use,
+and a mark in `compressors/derivative.py`. Their public counterparts import Dynamo, in seconds.
 """
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from functools import cache, wraps
 from typing import Any, TypeVar, cast
 
+import torch
 from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
@@ -16,6 +17,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from memtrain.activations.intercept.graph_sites import is_tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+
+INSIDE = "_orig_mod"
+"""Attribute of the result of `torch.compile` with the module inside."""
 
 Settings = dict[str, dict[str, Any]]
 """Module of torch's -> names of its settings -> values."""
@@ -70,12 +74,69 @@ def inside_compiled(model: Any) -> nn.Module | None:
     """Return the module inside of the result of `torch.compile`; None for other modules."""
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     compiled = dynamo is not None and isinstance(model, dynamo.OptimizedModule)
-    return model._orig_mod if compiled else None
+    return getattr(model, INSIDE) if compiled else None
 
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` or `module.compile()` has compiled the module itself."""
-    return module._compiled_call_impl is not None or inside_compiled(module) is not None
+    return is_compiled_in_place(module) or inside_compiled(module) is not None
+
+
+def is_compiled_in_place(module: nn.Module) -> bool:
+    """Return whether `module.compile()` has compiled the module."""
+    return module._compiled_call_impl is not None
+
+
+def backend_of(module: nn.Module) -> Any:
+    """Return the backend of a compiled module."""
+    call: Any = module if inside_compiled(module) is not None else module._compiled_call_impl
+    (context,) = (
+        cell.cell_contents
+        for cell in call.get_compiler_config.__closure__
+        if hasattr(cell.cell_contents, "callback")
+    )
+    backend = context.callback
+    while hasattr(backend, "_torchdynamo_orig_backend"):
+        backend = backend._torchdynamo_orig_backend
+    return backend
+
+
+def compile_graphs_by(compiler: Callable[..., Any], backend: Any) -> Any:
+    """Return a backend from `aot_autograd` with another compiler; None for other backends."""
+    function = getattr(backend, "compiler_fn", backend)
+    if type(function).__name__ != "AotAutograd":
+        return None
+    return type(function)(**{**function.kwargs, "fw_compiler": compiler, "bw_compiler": compiler})
+
+
+def inductor_by(compiler: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the backend `inductor` with a function in place of its code generation."""
+
+    def inductor_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        from torch._inductor.compile_fx import compile_fx
+
+        return compile_fx(graph, inputs, inner_compile=compiler)
+
+    return inductor_graphs
+
+
+def is_dynamo_imported() -> bool:
+    """Return whether Dynamo is imported; without it, nothing is compiled."""
+    return "torch._dynamo" in sys.modules
+
+
+def runs_under_dynamo() -> bool:
+    """Return whether Dynamo traces this call, or runs its frames after a graph break."""
+    if torch.compiler.is_compiling():
+        return True
+    frames = torch._C._dynamo.eval_frame  # pyright: ignore[reportAttributeAccessIssue]
+    return frames.get_eval_frame_callback() is not None
+
+
+def compiled_frames() -> int:
+    """Return the number of frames that torch.compile has compiled in this process."""
+    dynamo: Any = sys.modules.get("torch._dynamo.utils")
+    return 0 if dynamo is None else dynamo.counters["frames"]["ok"]
 
 
 def forget_graphs() -> None:
@@ -84,9 +145,8 @@ def forget_graphs() -> None:
     Dynamo does not guard a graph by hooks that its module did not have: the graph would serve a
     wrapped module of the same class, even one that is compiled later.
     """
-    dynamo: Any = sys.modules.get("torch._dynamo")
-    if dynamo is not None and dynamo.utils.counters["frames"]["ok"]:
-        dynamo.reset()
+    if compiled_frames():
+        torch.compiler.reset()
 
 
 def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:

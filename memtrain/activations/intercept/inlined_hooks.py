@@ -1,6 +1,5 @@
 """Saved tensors of compiled graphs: the pack and unpack functions that AOTAutograd inlines."""
 
-import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
@@ -75,7 +74,7 @@ class CompiledGraphs:
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """Begin a forward outside of graphs."""
-        self._own = _watched(inputs) if "torch._dynamo" in sys.modules else []
+        self._own = _watched(inputs) if internals.is_dynamo_imported() else []
 
     def end(self) -> list[Record]:
         """End the forward; return the records of the graphs that were compiled in it."""

@@ -1,5 +1,7 @@
 """What takes the place of a saved tensor in the graph, besides a payload."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensor
@@ -31,8 +33,8 @@ class Kept:
             check_version(self._counter, self._version)
         if self.kept is not None:
             return self.kept
-        assert self._counter is not None  # noqa: S101 (no inference tensor is saved)
-        return self._counter.new_empty_strided(*self._geometry)
+        counter: Any = self._counter  # None only for inference tensors, which are kept
+        return counter.new_empty_strided(*self._geometry)
 
 
 class MaskBias:

@@ -60,9 +60,9 @@ class Entry:
 
     def read(self, layout: Layout | None, geometry: Geometry) -> Tensor:
         """Return the saved tensor."""
-        if self.tensor is not None:
-            return self.tensor.as_strided(*geometry)
-        assert self.packed is not None  # noqa: S101 (`keep` sets the other one)
+        if self.packed is None:
+            kept: Any = self.tensor  # `keep` has set the tensor
+            return kept.as_strided(*geometry)
         return tensor_of(self.packed, self.compressor, layout)
 
 

@@ -7,7 +7,14 @@ from typing import Any
 
 from torch import fx, nn
 
-from memtrain.activations.intercept.compiler_internals import inside_compiled
+from memtrain.activations.intercept.compiler_internals import (
+    INSIDE,
+    backend_of,
+    compile_graphs_by,
+    inductor_by,
+    inside_compiled,
+    is_compiled_in_place,
+)
 from memtrain.activations.intercept.graph_sites import path_names, source_name
 from memtrain.activations.intercept.recompute import blocks_of
 
@@ -34,9 +41,9 @@ def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
         model = inside
     for name, module in model.named_modules():
         if inside_compiled(module) is not None:
-            found[f"{name}._orig_mod".lstrip(".")] = _backend_of(module)
-        elif module._compiled_call_impl is not None:
-            found.setdefault(name, _backend_of(module._compiled_call_impl))
+            found[f"{name}.{INSIDE}".lstrip(".")] = _backend_of(module)
+        elif is_compiled_in_place(module):
+            found.setdefault(name, _backend_of(module))
     return model, found
 
 
@@ -90,23 +97,15 @@ def running_node() -> str:
     return _running[-1] if _running else ""
 
 
-def _backend_of(compiled: Any) -> Any:
-    """`inductor`, or another backend that runs op by op."""
-    (context,) = (
-        cell.cell_contents
-        for cell in compiled.get_compiler_config.__closure__
-        if hasattr(cell.cell_contents, "callback")
-    )
-    backend = context.callback
-    while hasattr(backend, "_torchdynamo_orig_backend"):
-        backend = backend._torchdynamo_orig_backend
+def _backend_of(module: nn.Module) -> Any:
+    """Return `inductor`, or another backend that runs op by op."""
+    backend = backend_of(module)
     name = getattr(backend, "compiler_name", getattr(backend, "__name__", repr(backend)))
     if name in (INDUCTOR, *OP_BY_OP):
         return name
-    function = getattr(backend, "compiler_fn", backend)
-    if type(function).__name__ == "AotAutograd":
-        compilers = dict.fromkeys(("fw_compiler", "bw_compiler"), _op_by_op)
-        return type(function)(**{**function.kwargs, **compilers})
+    op_by_op = compile_graphs_by(_op_by_op, backend)
+    if op_by_op is not None:
+        return op_by_op
     raise ValueError(
         f"backend {name!r}: the tensors that its graphs keep are unknown; allowed: "
         f"{', '.join((INDUCTOR, *OP_BY_OP))}, or a backend from aot_autograd"
@@ -125,13 +124,6 @@ def _copied(function: types.FunctionType) -> types.FunctionType:
     )
     made.__kwdefaults__ = function.__kwdefaults__
     return made
-
-
-def _inductor_graphs(graph: fx.GraphModule, inputs: Sequence[Any]) -> Any:
-    """Return the backend `inductor`, up to where it generates code."""
-    from torch._inductor.compile_fx import compile_fx
-
-    return compile_fx(graph, inputs, inner_compile=_op_by_op)  # pyright: ignore[reportArgumentType]
 
 
 def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
@@ -156,6 +148,9 @@ def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
 
     run._boxed_call = True  # type: ignore[attr-defined]
     return run
+
+
+_inductor_graphs = inductor_by(_op_by_op)
 
 
 def _place(node: fx.Node) -> str:
