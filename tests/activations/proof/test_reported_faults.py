@@ -15,12 +15,9 @@ from torch import nn
 
 from tests.activations.proof.comparison import all_same, flat, parameter_gradients, quality
 from tests.activations.proof.faults import (
-    DRAWS,
     After,
     assert_promised,
     assert_sound,
-    draws_of,
-    found,
     inputs,
     no_noisier,
     of_parts,
@@ -100,62 +97,6 @@ def test_an_encoder_layer_is_as_good_as_its_ops():
     no_noisier(nn.Sequential(first, layer), nn.Sequential(first, Encoder(layer)), x)
 
 
-def image(h):
-    return h.view(4, 8, 16, 16)
-
-
-def halves(h):
-    return h.chunk(2)
-
-
-COMPOSITES = {
-    "lp_pool1d": lambda h: F.lp_pool1d(h, 2.0, 4),
-    "lp_pool1d-3": lambda h: F.lp_pool1d(h, 3.0, 4, 2),
-    "lp_pool2d": lambda h: F.lp_pool2d(image(h), 2.0, 2),
-    "lp_pool3d": lambda h: F.lp_pool3d(h.view(1, 8, 4, 16, 16), 2.0, 2),
-    "cosine_similarity": lambda h: F.cosine_similarity(*halves(h)),
-    "normalize": lambda h: F.normalize(h, dim=1),
-    "triplet": lambda h: F.triplet_margin_loss(h[:20], h[20:40], h[40:60]),
-    "triplet_with_distance": lambda h: F.triplet_margin_with_distance_loss(
-        h[:20], h[20:40], h[40:60], distance_function=lambda a, b: (a - b).norm(dim=1)
-    ),
-    "gaussian_nll": lambda h: F.gaussian_nll_loss(
-        h[:32], torch.zeros(32, 128), h[32:].square() + 0.01
-    ),
-    "local_response_norm": lambda h: F.local_response_norm(image(h), 3),
-    "softsign": F.softsign,
-    "tanhshrink": F.tanhshrink,
-    "poisson_nll": lambda h: F.poisson_nll_loss(h, torch.ones(64, 128)),
-    "multilabel_soft_margin": lambda h: F.multilabel_soft_margin_loss(h, (h > 0).float().detach()),
-    "pairwise_distance": lambda h: F.pairwise_distance(*halves(h)),
-    "cdist": lambda h: torch.cdist(*halves(h)),
-    "einsum": lambda h: torch.einsum("ij,kj->ik", h, h),
-    "tensordot": lambda h: torch.tensordot(h, h, ([1], [1])),
-    "norm": lambda h: torch.norm(h, dim=1),
-    "norm-3": lambda h: torch.norm(h, p=3, dim=1),
-    "stft": lambda h: torch.stft(h, 16, window=torch.hann_window(16), return_complex=True).abs(),
-    "interpolate": lambda h: F.interpolate(image(h), scale_factor=2.0, mode="bicubic"),
-    "bilinear": lambda h: F.bilinear(*halves(h), torch.ones(3, 128, 128) / 128),
-    "huber": lambda h: F.huber_loss(h, torch.zeros(64, 128), delta=0.3),
-    "kl_div": lambda h: F.kl_div(h, torch.full((64, 128), 0.1)),
-    "glu": F.glu,
-}  # fmt: skip
-
-
-CODED = ("softsign", "tanhshrink", "multilabel_soft_margin")
-"""With a code of the derivative, which is no draw."""
-
-
-@pytest.mark.parametrize("name", COMPOSITES)
-def test_a_composite_of_torchs_is_exact_or_right_on_average(name):
-    torch.manual_seed(0)
-    model = After(COMPOSITES[name])
-    if name in CODED:
-        assert_promised(found(model, inputs()))
-    else:
-        assert_sound(model, inputs())
-
-
 # 2. a choice depends on all that it is made from
 
 
@@ -173,94 +114,6 @@ def test_a_contrastive_loss_keeps_its_gradient_from_step_to_step(offset):
     mine, exact = of_parts(model), flat(parameter_gradients(model, x).grads)
     for _ in range(4):
         assert_promised(quality([flat(parameter_gradients(mine, x).grads)] * 2, exact))
-
-
-def heads(h):
-    return h.view(2, 4, 16, 64)
-
-
-ARGUMENTS = {
-    "logsumexp dim": (torch.logsumexp, {"dim": 1}, {"dim": 0}),
-    "log_softmax dim": (F.log_softmax, {"dim": 1}, {"dim": 0}),
-    "softmax dim": (lambda h, dim: F.softmax(30 * h, dim), {"dim": 1}, {"dim": 0}),
-    "attention scale": (
-        lambda h, scale: F.scaled_dot_product_attention(*[heads(3 * h)] * 3, scale=scale),
-        {"scale": None}, {"scale": 1.0},
-    ),
-    "attention causal": (
-        lambda h, causal: F.scaled_dot_product_attention(*[heads(2 * h)] * 3, is_causal=causal),
-        {"causal": False}, {"causal": True},
-    ),
-    "clamp": (torch.clamp, {"min": -0.1}, {"min": -0.1, "max": 0.1}),
-    "pow": (lambda h, p: (h.abs() + 0.1).pow(p), {"p": 2}, {"p": -1.5}),
-    "gelu": (F.gelu, {"approximate": "none"}, {"approximate": "tanh"}),
-    "leaky_relu": (F.leaky_relu, {"negative_slope": 0.01}, {"negative_slope": -2.0}),
-    "elu": (F.elu, {"alpha": 1.0}, {"alpha": -3.0}),
-    "softplus": (F.softplus, {"beta": 1}, {"beta": 20}),
-    "hardtanh": (F.hardtanh, {"min_val": -1, "max_val": 1}, {"min_val": -0.1, "max_val": 0.3}),
-    "layer_norm": (
-        lambda h, eps: F.layer_norm(h, (128,), eps=eps), {"eps": 1e-5}, {"eps": 1.0},
-    ),
-    "layer_norm shape": (
-        lambda h, shape: F.layer_norm(h.view(32, 2, 128), shape),
-        {"shape": (128,)}, {"shape": (2, 128)},
-    ),
-    "group_norm": (
-        lambda h, n: F.group_norm(image(h), n), {"n": 2}, {"n": 8},
-    ),
-    "max_pool2d": (lambda h, k: F.max_pool2d(image(h), k, 2), {"k": 2}, {"k": 3}),
-    "avg_pool2d": (lambda h, k: F.avg_pool2d(image(h), k, 2), {"k": 2}, {"k": 3}),
-    "conv2d": (
-        lambda h, padding: F.conv2d(image(h), torch.ones(4, 8, 3, 3) / 9, padding=padding),
-        {"padding": 0}, {"padding": 1},
-    ),
-    "norm p": (lambda h, p: torch.linalg.vector_norm(h, p, dim=1), {"p": 2}, {"p": 1.5}),
-    "sum": (lambda h, dim: h.exp().sum(dim), {"dim": 0}, {"dim": 1}),
-    "prod": (lambda h, dim: (1 + 0.1 * h).prod(dim), {"dim": 0}, {"dim": 1}),
-    "std": (lambda h, dim: h.std(dim), {"dim": 0}, {"dim": 1}),
-    "cross_entropy": (
-        lambda h, smooth: F.cross_entropy(5 * h, torch.arange(64), label_smoothing=smooth),
-        {"smooth": 0.0}, {"smooth": 0.3},
-    ),
-    "where": (lambda h, x: torch.where(h > 0, h * h, x), {"x": 0.0}, {"x": 3.0}),
-    "transpose": (
-        lambda h, t: (h.T if t else h).softmax(-1) @ (h if t else h.T), {"t": False}, {"t": True},
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", ARGUMENTS)
-def test_other_arguments_in_earlier_forwards_change_nothing(name):
-    """The error after forwards with other arguments is the error without them."""
-    function, *both = ARGUMENTS[name]
-    torch.manual_seed(0)
-    x = inputs()
-
-    class Called(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first, self.kwargs = nn.Linear(128, 128), {}
-
-        def forward(self, x):
-            return function(self.first(x), **self.kwargs)
-
-    model = Called()
-    for first, then in (both, both[::-1]):
-        with_history, without = of_parts(model), of_parts(model)
-        errors = []
-        model.kwargs = then
-        exact = flat(parameter_gradients(model, x).grads)
-        for mine, kwargs in ((with_history, first), (without, then)):
-            mine.kwargs = kwargs
-            for _ in range(3):
-                parameter_gradients(mine, x)
-            mine.kwargs = then
-            noise = torch.stack([(d - exact).norm() for d in draws_of(mine, x)])
-            assert noise.isfinite().all()
-            errors.append((noise.mean(), noise.std() / DRAWS**0.5))
-        (a, sa), (b, sb) = errors
-        # another draw of the same distribution: 5 standard errors of the difference of two means
-        assert abs(a - b) <= 5 * (sa**2 + sb**2) ** 0.5 + 1e-6 * exact.norm(), (a, b, exact.norm())
 
 
 # 3. a name decides nothing
