@@ -19,7 +19,6 @@ from memtrain.optim import (
     AdamW4bitFactor,
     AdamW8bit,
     AdamW8bitFactor,
-    CompressedOptimizer,
     Lion,
     Lion4bit,
     Lion8bit,
@@ -186,15 +185,6 @@ def test_a_single_number_goes_on_whose_count_of_steps_has_its_shape(kind, dtype)
         assert loaded.state[twin][name].dtype == state.dtype
 
 
-def test_portable_of_a_general_wrapper():
-    params, _ = trained(AdamW4bit, steps=0)
-    optimizer = CompressedOptimizer(torch.optim.Adagrad(params, lr=0.1))
-    step(optimizer, gradients())
-    plain = torch.optim.Adagrad([nn.Parameter(p.detach().clone()) for p in params])
-    plain.load_state_dict(portable_state_dict(optimizer))
-    assert plain.state[plain.param_groups[0]["params"][0]]["sum"].shape == SHAPES[0]
-
-
 @pytest.mark.parametrize("more", [["weights=bf16+8", "gradients=release"], ["optim.device=cpu"]])
 def test_what_wrap_put_around_an_optimizer_is_looked_through(more):
     def states(*options):
@@ -240,7 +230,7 @@ def test_what_does_not_fit_is_refused_before_anything_changes(kind, name):
     saved = copy.deepcopy(before)
     saved["param_groups"][0]["lr"] = 99.0
     SPOILT[name](saved)
-    with pytest.raises(ValueError, match=r"allowed: 1|lack|holds|has shape|doesn't match"):
+    with pytest.raises(ValueError, match=r"allowed: |holds|has shape|doesn't match"):
         optimizer.load_state_dict(saved)
     assert equal(optimizer.state_dict(), before)
 

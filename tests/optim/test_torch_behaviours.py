@@ -12,7 +12,6 @@ import memtrain
 from memtrain import optim
 from memtrain.optim import ReleaseGradients, SplitWeights, compress, describe, state_bytes
 from tests.optim.behaviours import (
-    ADAMS,
     GENERAL,
     every,
     fused,
@@ -56,17 +55,6 @@ def test_a_group_of_an_iterator_has_its_parameters(name):
     more = [parameter(80, 80), parameter(5)]
     optimizer.add_param_group({"params": iter(more)})
     assert [*map(id, optimizer.param_groups[-1]["params"])] == [*map(id, more)]
-
-
-@pytest.mark.parametrize("option", ["amsgrad", "differentiable"])
-@pytest.mark.parametrize("name", ADAMS)
-def test_what_has_no_kernel_is_refused(name, option):
-    with pytest.raises(ValueError, match=f"{name} has no {option}: "):
-        make(name, [parameter(5)], **{option: True})
-    optimizer = make(name, [parameter(5)])
-    with pytest.raises(ValueError, match=option):
-        optimizer.add_param_group({"params": [parameter(5)], option: True})
-    assert len(optimizer.param_groups) == 1
 
 
 @fused

@@ -44,7 +44,9 @@ from memtrain.optim.states.targets import (
 
 Fused = TypeVar("Fused", bound="FusedStates")
 REFUSED = {
-    "amsgrad": "its running maximum has no fused kernel: use CompressedOptimizer around torch's",
+    "amsgrad": (
+        "its running maximum has no fused kernel; allowed: CompressedOptimizer around torch's"
+    ),
 }
 
 _TITLES = {
@@ -53,6 +55,7 @@ _TITLES = {
     "momentum": "momentum value",
     "weight_decay": "weight_decay value",
 }
+_CHECKED = (*_TITLES, "betas")
 
 
 class FusedStates(CompressedStates):
@@ -133,7 +136,7 @@ class FusedStates(CompressedStates):
         for name, why in REFUSED.items():
             if group.get(name):
                 raise ValueError(f"{type(self).__name__} has no {name}: {why}")
-        check_numbers(group)
+        check_numbers({name: group[name] for name in _CHECKED if name in self.defaults})
 
     @classmethod
     def state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -325,15 +328,9 @@ class FusedStates(CompressedStates):
         return [made[turn] for turn in turns]
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
-        """Raise `ValueError` where a state is missing or has another shape."""
-        needed = (*self.names, "step") if self.counts else self.names
-        missing = [name for name in needed if name not in values]
-        if values and missing:
-            raise ValueError(
-                f"the states of a parameter of shape {tuple(param.shape)} lack {missing}; "
-                f"found: {sorted(values)}"
-            )
-        layout.check_shapes(param, values, dict.fromkeys(self.names, param.shape))
+        """As `CompressedStates.check_saved`."""
+        shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.names, param.shape)
+        layout.check_states(param, values, {**shapes, "step": ()} if self.counts else shapes)
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.

@@ -26,12 +26,11 @@ _MARK = (
 def numbered(
     groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
-    """Yield number, parameter and options for each parameter with states in a checkpoint."""
+    """Yield number, parameter and saved group for each parameter with states in a checkpoint."""
     for saved, own in zip(state_dict["param_groups"], groups, strict=False):
-        options = {**own, **saved}
         for number, param in zip(saved["params"], own["params"], strict=False):
             if number in state_dict["state"]:
-                yield number, param, options
+                yield number, param, saved
 
 
 def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from memtrain.optim.states.first_step import (
     gradient_dtype,
     raw_step,
 )
-from memtrain.optim.states.known_optimizers import SEPARABLE, default_choice, is_separable
+from memtrain.optim.states.known_optimizers import default_choice, is_separable, is_tested
 from memtrain.optim.states.shards import shard_of
 from memtrain.optim.states.targets import parts_of, refuse_sparse
 
@@ -195,17 +195,10 @@ class CompressedOptimizer(CompressedStates):
                 self.check_saved(param, values, group)
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
-        """Raise `ValueError` for a state of another shape than that of torch's step."""
-        if type(_inner(self)) not in SEPARABLE:
-            return
-        first = self._first_shapes(param, group)
-        shapes = {name: shape for name, (shape, _) in first.items() if shape}
-        if shapes and values and shapes.keys().isdisjoint(values):
-            raise ValueError(
-                f"states {sorted(values)} of a parameter of shape {tuple(param.shape)}, which "
-                f"needs {sorted(shapes)}"
-            )
-        layout.check_shapes(param, values, shapes)
+        """Raise `ValueError` for a state of another name or shape than those of a plain step."""
+        first = self._first_shapes(param, group) if is_tested(_inner(self)) else {}
+        if first:
+            layout.check_states(param, values, {name: shape for name, (shape, _) in first.items()})
 
     @contextmanager
     def _states_in(
@@ -268,7 +261,11 @@ class CompressedOptimizer(CompressedStates):
     def _first_shapes(self, param: Tensor, group: dict[str, Any]) -> Any:
         """Return `first_shapes` of the inner optimizer, cached."""
         known = self.__dict__.setdefault("_known_shapes", {})
-        key = param.shape, param.dtype, gradient_dtype(param)
+        # Options that are 0, False or None switch states off.
+        switches = [
+            name for name, x in group.items() if name != "params" and (isinstance(x, Tensor) or x)
+        ]
+        key = param.shape, param.dtype, gradient_dtype(param), *switches
         if key not in known:
             known[key] = first_shapes(_inner(self), param, group)
         return known[key]

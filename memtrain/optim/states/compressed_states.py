@@ -13,7 +13,7 @@ from memtrain.compressors import state_parts
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import OWN, numbered
-from memtrain.optim.states.plain_checkpoints import refuse_subclasses, share_groups
+from memtrain.optim.states.plain_checkpoints import check_options, refuse_subclasses, share_groups
 from memtrain.optim.states.shards import is_sharded, local, place
 from memtrain.optim.states.stalled_weights import StalledWeights
 
@@ -148,7 +148,9 @@ class CompressedStates(Optimizer):
             if len(loaded["param_groups"]) != len(groups):
                 return loaded  # which torch refuses
             for group in loaded["param_groups"]:
-                self.check({**self.defaults, **group})
+                options = {**self.defaults, **group}
+                check_options(options, self.defaults)
+                self.check(options)
             live, plain = self._checked(loaded)
             seen.update(live)
             return plain
@@ -208,7 +210,7 @@ class CompressedStates(Optimizer):
             values = live[number] = {
                 name: self._from_rows(param, name, value) for name, value in live[number].items()
             }
-            self.check_saved(param, values, group)
+            self.check_saved(param, values, {**self.defaults, **group})
             for name, value in values.items():
                 self._check_payload(param, name, value)
             plain[number] = {

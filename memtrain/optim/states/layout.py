@@ -253,11 +253,24 @@ def check_payloads(compressors: Iterable[Compressor], stored: Iterable[Any], lik
             raise ValueError(f"a state: {error}. {hint}") from None
 
 
-def check_shapes(param: Tensor, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
-    """Raise `ValueError` for a plain state of another shape than that of its name."""
+_OPTIONAL = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")
+"""States that an option adds: they stay after the option has been switched off."""
+
+
+def check_states(param: Tensor, values: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> None:
+    """Raise `ValueError` for states of another optimizer, and for plain states of another shape.
+
+    `shapes` are those of the optimizer's own states, by name.
+    """
+    known = {*SIGNED, *UNSIGNED}.difference(_OPTIONAL, shapes)
+    if values and (shapes.keys() - values.keys() or known & values.keys()):
+        raise ValueError(
+            f"a parameter of shape {tuple(param.shape)} has the states {sorted(values)}; allowed: "
+            f"{sorted(shapes)}, as this optimizer makes them"
+        )
     for name, shape in shapes.items():
         value = values.get(name)
-        if isinstance(value, Tensor) and value.shape != shape:
+        if isinstance(value, Tensor) and name != "step" and value.shape != shape:
             raise ValueError(
                 f"state {name!r} has shape {tuple(value.shape)}, and a parameter of shape "
                 f"{tuple(param.shape)} needs {tuple(shape)}"

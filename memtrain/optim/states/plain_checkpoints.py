@@ -1,5 +1,7 @@
 """Checkpoints whose states are plain tensors, and what torch's `load_state_dict` changes."""
 
+from collections.abc import Sequence
+from numbers import Number
 from typing import Any
 
 from torch import Tensor, nn
@@ -43,6 +45,23 @@ def _check_plain(optimizer: Any, loaded: dict[str, Any]) -> None:
                     "are plain: load it under the config that saved it; "
                     "memtrain.optim.portable_state_dict then gives one for any"
                 )
+
+
+def check_options(options: dict[str, Any], defaults: dict[str, Any]) -> None:
+    """Raise `ValueError` for an option whose default is of another kind."""
+    for name, default in defaults.items():
+        value = options[name]
+        if _kind(default) and _kind(value) != _kind(default):
+            raise ValueError(
+                f"{name}={value!r} in a checkpoint; allowed: {_kind(default)}, such as {default!r}"
+            )
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, Number | Tensor):
+        return "a number"
+    many = isinstance(value, Sequence) and not isinstance(value, str)
+    return f"{len(value)} numbers" if many else ""
 
 
 def share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
