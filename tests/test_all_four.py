@@ -152,21 +152,6 @@ def test_the_names_in_configs_are_those_of_the_optimizers():
         )
 
 
-def test_unwrap_wants_the_optimizer_of_wrap():
-    model = make()
-    inner = torch.optim.SGD(model.parameters())
-    cfg = {"preset": "activations_only", "gradients": "release", "release": {"limit": 2.0}}
-    model, optimizer = memtrain.wrap(model, inner, cfg)
-    assert isinstance(optimizer, ReleaseGradients)
-    assert optimizer.limit == 2.0
-    with pytest.raises(ValueError, match="not a plain SGD"):
-        memtrain.unwrap(model, inner)
-    assert memtrain.unwrap(model, optimizer)[1] is inner
-    model(torch.randn(4, 64)).sum().backward()
-    assert model[0].weight.grad is not None
-    inner.step()
-
-
 def test_weights_that_another_optimizer_steps_are_reported_when_they_are_rounded():
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8), nn.Linear(8, 2))
     model[0].requires_grad_(False)

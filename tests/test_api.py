@@ -113,17 +113,6 @@ def test_unwrap_gives_back_a_plain_torch_optimizer_that_goes_on():
     assert train(model, plain, 10)[-1] < losses[-1]
 
 
-def test_wrap_in_the_middle_of_a_run_carries_the_state_over():
-    plain = make()
-    plain_optimizer = torch.optim.AdamW(plain.parameters(), lr=2e-3)
-    train(plain, plain_optimizer, 5)
-    wrapped = copy.deepcopy(plain)
-    twin = torch.optim.AdamW(wrapped.parameters(), lr=2e-3)
-    twin.load_state_dict(copy.deepcopy(plain_optimizer.state_dict()))
-    model, optimizer = memtrain.wrap(wrapped, twin, "exact")
-    assert train(plain, plain_optimizer, 5) == train(model, optimizer, 5)
-
-
 def test_the_plan_is_completed_at_the_first_forward_and_lists_everything():
     model = make()
     model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")
@@ -222,17 +211,6 @@ class TestBadInput:
             memtrain.wrap(model, optimizer, "smalest")
         assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
         memtrain.wrap(model, optimizer)
-
-    @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-    def test_a_non_finite_activation_stays_where_it_is(self, value):
-        model = nn.Sequential(nn.Linear(64, 512), nn.Linear(512, 8, bias=False))
-        model, _ = memtrain.wrap(model, torch.optim.AdamW(model.parameters()))
-        with torch.no_grad():
-            model[0].weight[300] = value  # feature 300 of the second layer's input
-        model(torch.ones(8, 64)).sum().backward()
-        bad = ~torch.isfinite(model[1].weight.grad).all(0)
-        assert not bad[:300].any()  # no other feature, of its group of 128 or another, is touched
-        assert not bad[301:].any()
 
 
 class Rotary(nn.Module):

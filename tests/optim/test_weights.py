@@ -88,22 +88,6 @@ def test_eight_bits_stay_within_their_rounding():
         assert ((optimizer.master(ours) - theirs).abs() <= bound).all()
 
 
-@pytest.mark.filterwarnings("ignore:the weights have stalled")
-def test_small_updates_get_lost_without_a_correction_only():
-    change = 2.0**-14
-    for name, expected in [
-        ("bf16", 1.0),
-        ("bf16+8", 1 - 16 * change),
-        ("bf16+16", 1 - 16 * change),
-    ]:
-        weight = nn.Parameter(torch.ones(5))
-        optimizer = SplitWeights(torch.optim.SGD([weight], lr=change), name)
-        for _ in range(16):
-            weight.grad = torch.ones(5, dtype=BF16)
-            optimizer.step()
-        assert optimizer.master(weight).tolist() == [expected] * 5
-
-
 def test_stochastic_rounding_moves_by_the_mean_and_repeats():
     def trained(seed):
         weight = nn.Parameter(torch.ones(2**14))
