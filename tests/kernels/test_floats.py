@@ -88,23 +88,6 @@ def test_codes_are_those_of_rounded_numbers(dtype, form):
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("form", [FP8_FORWARD, FORMATS["stochastic"]], ids=["away", "stochastic"])
-@pytest.mark.parametrize("shape", [(0,), (), (1,), (1023,), (1025,), (4097,), (0, 3)], ids=str)
-def test_odd_shapes(name, form, shape):
-    x = torch.randn(shape) * 20
-    with backend("reference"):
-        expected = all_three(x, form)
-    with backend(name):
-        got = all_three(x, form)
-        back = form.decode(got[2])
-    assert torch.equal(got[0], expected[0])
-    assert torch.equal(got[2], expected[2])
-    assert torch.equal(got[1], expected[1])
-    assert torch.equal(back, got[0])
-    assert got[1].shape == ()
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_any_strides(name):
     x = torch.randn(6, 8, 10) * 20
     for view in (x.permute(2, 0, 1), x[:, ::2], x[:1].expand(3, 8, 10), x[1:, 3]):
@@ -139,21 +122,6 @@ def test_in_place_is_seen_by_autograd():
         FP8_FORWARD.round_count_(y)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         y.sum().backward()
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_spoilt_element_spoils_no_other(name):
-    x = torch.randn(3000) * 9
-    bad = x.clone()
-    bad[[5, 1500, 2999]] = torch.tensor([torch.nan, torch.inf, -torch.inf])
-    with backend(name):
-        y, count = FP8_BACKWARD.round_count(bad)
-        clean, none = FP8_BACKWARD.round_count(x)
-    kept = bad.isfinite()
-    assert torch.equal(y[kept], clean[kept])
-    assert y[5].isnan()
-    assert y[[1500, 2999]].tolist() == [torch.inf, -torch.inf]
-    assert (count.item(), none.item()) == (2, 0)
 
 
 @pytest.mark.parametrize("name", BACKENDS)

@@ -59,20 +59,6 @@ def test_reference_matches_a_worked_case():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_a_partial_patch_uses_only_its_own_values(name):
-    # 5 x 6: the last row and the last two columns are patches of their own.
-    x = torch.arange(30.0).view(1, 5, 6, 1) + 100
-    with backend(name):
-        words = patch.patch_quantize(x)
-        values = patch.patch_dequantize(words, 5, 6)
-    assert words.shape == (1, 2, 2, 1)
-    corner = values[0, :, :, 0]
-    assert corner[4, 4:].tolist() == [128, 129]
-    assert corner[4, [0, 3]].tolist() == [124, 127]
-    assert corner[[0, 3], [4, 5]].tolist() == [104, 123]
-
-
-@pytest.mark.parametrize("name", BACKENDS)
 def test_ends_are_rounded_outwards(name):
     # bfloat16 near 1 has steps of 2**-7, just below 2 too.
     x = torch.tensor([[1.001, 1.999], [-1.999, -1.001], [-0.5, 0.5]]).view(3, 1, 2, 1)
@@ -95,18 +81,6 @@ def test_stochastic_codes_follow_the_definition(name):
 
 
 # The twins against the reference
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_triton_equals_reference(dtype):
-    for shape in [(2, 4, 16, 1), (3, 7, 9, 1), (2, 5, 6, 7), (1, 1, 1, 1)]:
-        x = (torch.randn(shape) * 10.0 ** torch.randint(-4, 4, (1, *shape[1:3], 1))).to(dtype)
-        for stochastic in (False, True):
-            words = patch.quantize_reference(x, SEED, stochastic)
-            values = patch.dequantize_reference(words, *shape[1:3], dtype)
-            with backend("triton"):
-                assert torch.equal(patch.patch_quantize(x, SEED, stochastic), words)
-                assert same(patch.patch_dequantize(words, *shape[1:3], dtype), values)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -245,20 +219,3 @@ def test_wrong_input_is_refused():
         patch.patch_dequantize(words, 5, 4)
     with pytest.raises(ValueError, match=r"words are torch\.int32"):
         patch.patch_dequantize(words.int(), 4, 4)
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-@pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_bad_numbers_change_no_other_value(name, bad, dtype):
-    x = torch.randn(2, 8, 9, 1).to(dtype)
-    near = x[1, 4:8, :4]
-    x[1, 5, 2], x[1, 6, 0] = near.max() if bad > 0 else near.min(), near[0, 0]
-    with backend(name):
-        clean = roundtrip(x, stochastic=True)
-        x[1, 5, 2] = bad
-        assert same(roundtrip(x, stochastic=True), clean)
-        x[1, 4:8, :4] = bad
-        decoded = roundtrip(x, stochastic=True)
-    clean[1, 4:8, :4] = NAN
-    assert same(decoded, clean)
