@@ -11,7 +11,6 @@ from torch.nn import functional as F
 
 import memtrain
 from memtrain.config.sources import Config
-from memtrain.kernels.floats.formats import FP16
 from memtrain.optim.states.checkpoint_options import without
 from memtrain.precision.assignment import Precision
 from memtrain.precision.loss_scaling import unscale
@@ -305,14 +304,6 @@ def test_gradients_of_bfloat16_are_unscaled_as_by_torchs_op(last, before):
     torch._amp_foreach_non_finite_check_and_unscale_([theirs[0]], theirs[1], inverse)
     assert torch.equal(ours[0].view(torch.int16), theirs[0].view(torch.int16))
     assert torch.equal(ours[1], theirs[1])
-
-
-def test_the_gradient_of_a_weight_is_rounded_with_its_scale():
-    x, y = data()
-    model, _ = wrapped(mlp(), loss_scale="static", initial_scale=2.0**10)
-    F.cross_entropy(model(x), y).backward()
-    for grad in gradients(model):
-        assert torch.equal(FP16.round(grad * 2.0**10) / 2.0**10, grad)
 
 
 def test_a_static_scale_stays():

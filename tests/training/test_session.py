@@ -15,7 +15,7 @@ from memtrain.training.run import Run
 from memtrain.training.session import Session, new_folder
 from memtrain.training.settings import TrainConfig, compose, from_mapping
 from tests.equality import differences
-from tests.training.runs import at_step, killed, resumed
+from tests.training.runs import at_step, resumed
 
 TIMES = "seconds"
 
@@ -120,19 +120,6 @@ def test_interrupted_and_resumed_equals_straight(smoke, run_name, step, number):
         counted = [s.summaries[name]["bytes"] for s in (again, straight)]
         assert counted[0]["states"] == counted[1]["states"]
         assert counted[0]["saved"] == counted[1]["saved"]
-
-
-def test_resume_from_a_periodic_checkpoint_after_a_crash(smoke):
-    overrides = ["training.runs=[wrapped]"]
-    straight = Session(smoke(*overrides))
-    straight.train()
-    crashed = Session(smoke(*overrides))
-    with at_step(6, killed), pytest.raises(MemoryError):
-        crashed.train()
-    assert len(_rows(crashed.folder)) == 5 + 2  # metrics up to the crash are there
-    again = resumed(crashed.folder)
-    again.train()
-    assert differences(_final(again.folder), _final(straight.folder)) == []
 
 
 def test_resuming_a_finished_call_trains_nothing(smoke, monkeypatch):
