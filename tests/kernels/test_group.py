@@ -16,7 +16,6 @@ pytestmark = pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")
 BACKENDS = ["reference", "cpu", "triton"]
 TWINS = ["cpu", "triton"]
 SEED = -12345678901234
-FP16 = torch.float16
 FLOAT_MAX = torch.finfo(torch.float32).max
 BF16_MAX = torch.finfo(torch.bfloat16).max
 

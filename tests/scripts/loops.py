@@ -24,28 +24,6 @@ def digits(count, classes=4):
     return patterns[:, None].float() + 0.3 * torch.randn(count, 1, 8, 8), targets
 
 
-def mnist(cfg):
-    """torch's example: convolutions, dropout, Adadelta, a rate that falls with each epoch."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Dropout(0.25), nn.Flatten(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 4),
-        nn.LogSoftmax(1),
-    )  # fmt: skip
-    model, optimizer = put_in(cfg, model, torch.optim.Adadelta(model.parameters(), lr=1.0))
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.7)
-    found = []
-    for _ in range(4):
-        for _ in range(15):
-            x, targets = digits(32)
-            optimizer.zero_grad()
-            loss = F.nll_loss(model(x), targets)
-            loss.backward()
-            optimizer.step()
-            found.append(loss.item())
-        schedule.step()
-    return found
-
-
 def imagenet(cfg):
     """A residual network with batch norm, momentum, weight decay, and a validation each epoch."""
 
@@ -180,25 +158,6 @@ def word_language_model(cfg):
             loss.backward()
             optimizer.step()
             found.append(loss.item())
-    return found
-
-
-def super_resolution(cfg):
-    """torch's example: four convolutions and a pixel shuffle."""
-    model = nn.Sequential(
-        nn.Conv2d(1, 32, 5, padding=2), nn.ReLU(), nn.Conv2d(32, 32, 3, padding=1), nn.ReLU(),
-        nn.Conv2d(32, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 4, 3, padding=1),
-        nn.PixelShuffle(2),
-    )  # fmt: skip
-    model, optimizer = put_in(cfg, model, torch.optim.Adam(model.parameters(), 2e-3))
-    found = []
-    for _ in range(60):
-        image = digits(16)[0]
-        loss = F.mse_loss(model(F.avg_pool2d(image, 2)), image)
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-        found.append(loss.item())
     return found
 
 
@@ -351,6 +310,6 @@ def q_learning(cfg):
 
 
 LOOPS = (
-    mnist, imagenet, timm, min_gpt, word_language_model, super_resolution, time_sequence,
+    imagenet, timm, min_gpt, word_language_model, time_sequence,
     translation, hifi_gan, q_learning,
 )  # fmt: skip

@@ -130,29 +130,6 @@ def vae(cfg):
     return trained(cfg, Model(), loss, 80)
 
 
-def siamese(cfg):
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one = nn.Sequential(
-                nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 64)
-            )
-            self.head = nn.Linear(128, 1)
-
-        def forward(self, a, b):
-            return self.head(torch.cat([self.one(a), self.one(b)], 1)).sigmoid()
-
-    shapes = torch.randn(4, 1, 8, 8)
-
-    def loss(model):
-        a, b = torch.randint(4, (2, 32))
-        noise = 0.3 * torch.randn(2, 32, 1, 8, 8)
-        same = (a == b).float()[:, None]
-        return nn.BCELoss()(model(shapes[a] + noise[0], shapes[b] + noise[1]), same)
-
-    return trained(cfg, Model(), loss, 80)
-
-
 def ppo(cfg):
     class Policy(nn.Module):
         def __init__(self):
@@ -305,7 +282,7 @@ def style_transfer(cfg):
 SCRIPTS = {
     script.__name__: script
     for script in (
-        nano_gpt, dcgan, vae, siamese, ppo, maml, siren, gat, diffusion, style_transfer, *LOOPS
+        nano_gpt, dcgan, vae, ppo, maml, siren, gat, diffusion, style_transfer, *LOOPS
     )
 }  # fmt: skip
 

@@ -204,28 +204,6 @@ def groups(bits):
     return {"name": "group", "bits": bits}
 
 
-class Own(nn.Module):
-    """Checkpoints its blocks itself, each with a mask of very different numbers."""
-
-    def __init__(self, reentrant):
-        super().__init__()
-        torch.manual_seed(0)
-        self.first, self.reentrant = nn.Linear(32, 64), reentrant
-        self.h = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
-
-    def forward(self, x):
-        x = self.first(x)
-        mask = torch.zeros_like(x).masked_fill_(x > 1, torch.finfo(x.dtype).min).detach()
-        for block in self.h:
-            x = checkpoint(
-                lambda x, mask, block=block: x + torch.exp(block(x) + mask),
-                x,
-                mask,
-                use_reentrant=self.reentrant,
-            )
-        return x
-
-
 def starts(model):
     rows = memtrain.plan_of(model).entries("activation")
     return [row for row in rows if " / recompute / " in row.site]

@@ -49,30 +49,6 @@ def test_threads_that_share_a_model_do_not_disturb_each_other(preset):
     assert preset == "identity" or before < 4 * 256 * 64 * 2  # and it still compresses
 
 
-def test_a_forward_while_another_thread_runs_one_is_plain_and_listed():
-    inside, done = threading.Event(), threading.Event()
-
-    class Waits(nn.Module):
-        def forward(self, x):
-            if threading.current_thread() is not threading.main_thread():
-                inside.set()
-                done.wait(10)
-            return x.exp()
-
-    model, records = nn.Sequential(nn.Linear(64, 64), Waits(), nn.Linear(64, 64)), []
-    intercept(model, lossy, records)
-    other = threading.Thread(target=lambda: model(torch.randn(64, 64)).sum().backward())
-    other.start()
-    inside.wait(10)
-    x = torch.randn(64, 64)
-    y = model(x)
-    done.set()
-    other.join()
-    y.sum().backward()
-    assert any("another thread" in record.reason for record in records)
-    assert stack_is_clean()
-
-
 def test_a_forward_in_a_thread_that_python_does_not_list_goes_on():
     """As one within a backward on CUDA, in a thread of autograd's own."""
     inside, done, ended = (_thread.allocate_lock() for _ in range(3))

@@ -4,7 +4,6 @@ A verdict is one of: the gradients are equal to the bit; the mean over draws of 
 rounding is the exact gradient, within its confidence interval; or neither, and by how much.
 """
 
-import copy
 import threading
 import warnings
 from functools import cache
@@ -268,10 +267,6 @@ def parameter_gradients(model, x, loss=None):
         return out if loss is None else loss(out)
 
     return step(run, parameters)
-
-
-def twin(model):
-    return copy.deepcopy(model)
 
 
 def in_thread(function, x):
