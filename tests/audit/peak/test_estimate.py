@@ -6,7 +6,6 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import memtrain
-from memtrain.audit.peak import estimate as module
 from memtrain.audit.peak.measure import measure
 from memtrain.audit.peak.timeline import ALLOCATED
 
@@ -136,12 +135,6 @@ def test_of_batches_those_that_may_be_the_worst_are_predicted():
     assert set(found.peaks) == {(10, 8), (2, 50), (3, 9), (1, 100)}
     assert max(found.peaks.values()) == found.peaks[found.worst] == found.peak.nbytes
     assert found.peaks[2, 50] > found.peaks[10, 8]
-
-
-def test_sizes_of_shuffled_samples():
-    assert module._sizes([3, 5], 1) == {(1, 5, False)}
-    assert module._sizes([3, 5], 9) == {(2, 5, True)}
-    assert module._sizes([5, 5, 5], 2) == {(2, 5, False)}
 
 
 @pytest.mark.parametrize(

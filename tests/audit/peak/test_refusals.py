@@ -144,21 +144,6 @@ def test_a_wrapped_model_is_refused():
             run(model, optimizer, torch.ones(2, 64))
 
 
-def test_an_op_without_a_fake_form_is_named():
-    library = torch.library.Library("test_peak", "DEF")
-    library.define("twice(Tensor x) -> Tensor")
-    library.impl("twice", lambda x: x * 2, "CPU")
-
-    class Twice(nn.Linear):
-        def forward(self, x):
-            return super().forward(x) + torch.ops.test_peak.twice(x)
-
-    model = Twice(8, 8)
-    with pytest.raises(ValueError, match=r"test_peak\.twice"):
-        predict(model, torch.optim.SGD(model.parameters()), torch.ones(2, 8))
-    library._destroy()
-
-
 def test_batches_without_tensors_and_outputs_without_gradients_are_refused():
     model = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(model.parameters())
