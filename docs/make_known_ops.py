@@ -58,7 +58,9 @@ def page() -> str:
 def _reasons() -> list[str]:
     """Tables of the known ops, one for each reason."""
     found: dict[str, dict[str, dict[str, None]]] = defaultdict(lambda: defaultdict(dict))
-    for row in import_module("memtrain.activations.saved.known_ops").TABLE:
+    known_ops = import_module("memtrain.activations.saved.known_ops")
+    of_functions = [row for row in known_ops.KNOWN.values() if row.node == "SyncBatchNorm"]
+    for row in (*known_ops.TABLE, *of_functions):
         for saved in row.tensors:
             found[saved.reason][_op(row)][_tensor(saved)] = None
     lines = []
@@ -79,7 +81,8 @@ def _op(row: Any) -> str:
 def _tensor(saved: Any) -> str:
     readers = "factor" if saved.readers is FACTOR_READERS else "products read it"
     notes = ["some calls"] * bool(saved.allows) + [readers] * bool(saved.readers)
-    return f"`{saved.attribute}`" + (f" ({', '.join(notes)})" if notes else "")
+    name = saved.role if saved.attribute.isdecimal() else saved.attribute
+    return f"`{name}`" + (f" ({', '.join(notes)})" if notes else "")
 
 
 def _replaced() -> list[str]:

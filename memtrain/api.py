@@ -154,8 +154,9 @@ def wrap(
             does not know their optimizer.
 
     Memory:
-        `balanced`: 3 bits per element for the input of a nonlinearity, 4.25 bits for most other
-        saved tensors, 0.53 bytes per parameter for AdamW's two moments (8 without memtrain).
+        `balanced`: 1 to 8 bits per element of a saved tensor, by op (4.25 for the input of a linear
+        layer, with the bounds of its groups). AdamW's two moments: 0.53 bytes per parameter of a
+        large matrix (8 without memtrain).
 
     Example:
         >>> import torch

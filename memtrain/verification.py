@@ -37,6 +37,12 @@ BIASED = 0.25
 derivatives are rounded to the nearest, as in their paper: with 4 bits they leave 0.05 to 0.12."""
 CERTAIN = 4
 """Standard errors that a bias must exceed."""
+COLUMNS = (
+    "cosine: between the compressed and the exact gradient g, mean over draws\n"
+    "variance: over draws, relative to |g|^2; this noise averages out over steps\n"
+    f"bias: norm of the mean error, relative to |g|; * above {BIASED}, and not by chance"
+)
+"""What the columns of the table are."""
 SLIGHT = 0.01
 """A share of the whole gradient's norm below which no bias counts: some exact gradients are 0."""
 
@@ -146,7 +152,7 @@ class Verification(NamedTuple):
 
         console = Console(width=120)
         with console.capture() as capture:
-            console.print(Group(self.verdict, self.table()), highlight=False)
+            console.print(Group(self.verdict, self.table(), COLUMNS), highlight=False)
         return capture.get()
 
 

@@ -1,4 +1,4 @@
-"""Choose the compressor for a saved tensor: a pure function of op, site and metadata."""
+"""Choose the compressor for a saved tensor from its site, op, metadata and producing nodes."""
 
 from collections.abc import Callable, Container
 from typing import Any

@@ -27,7 +27,7 @@ from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit
-from memtrain.verification import verify
+from memtrain.verification import COLUMNS, verify
 
 Working = Callable[[str], AbstractContextManager[Any]]
 DONE, UNTRACEABLE, WRONG, LIMIT, INTERRUPTED = 0, 1, 2, 3, 130
@@ -101,6 +101,7 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
             found = verify(model, batch, config, per_site=True, warn=False, progress=True)
             console.print(found.verdict, markup=False)
             console.print(found.table(options.top))
+            console.print(COLUMNS)
             status = status if found.ok else LIMIT
     except BrokenPipeError:
         discard_output()  # the status does not depend on the reader
