@@ -104,23 +104,6 @@ def test_a_batch_stands_for_a_closure():
     assert all(0.5 < row.cosine < 1 for row in rows[0])
 
 
-class WithLoss(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = make()
-
-    def forward(self, x):
-        out = self.layers(x)
-        return type("Output", (), {"loss": out.square().mean(), "logits": out})()
-
-
-def test_an_outputs_own_loss_is_used():
-    model = WithLoss()
-    x = batch()
-    found = memtrain.verify(model, {"x": x}, "smallest")
-    assert found == memtrain.verify(model, lambda: model(x).loss.backward(), "smallest")
-
-
 def test_it_prints_the_noisiest_first():
     model = make()
     found = memtrain.verify(model, closure(model), "smallest", per_site=True)

@@ -101,16 +101,6 @@ class WrittenOut(nn.Module):
         return F.gelu(y)  # which is replaced, so that the module's ops are watched
 
 
-def test_a_mask_is_not_taken_for_what_dropout_drew_before():
-    model, x = WrittenOut(4, 0.1), torch.randn(BATCH, TOKENS, 64)
-    model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
-    for _ in range(2):  # the second forward reuses the decisions of the first
-        model(x)
-    model.dropout = 0.0
-    model(x).square().sum().backward()
-    assert model.qkv.weight.grad.isfinite().all()
-
-
 @pytest.mark.parametrize("cfg", ["activations_only", ROUNDED], ids=["plain", "rounded"])
 @pytest.mark.parametrize(("dims", "dropout"), [(4, 0.1), (3, 0.0), (3, 0.1)])
 def test_what_is_no_mask_is_not_taken_for_one(dims, dropout, cfg):

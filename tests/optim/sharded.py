@@ -272,18 +272,6 @@ def losses(model, optimizer, rank, world, steps=12):
     return found
 
 
-def curves(rank, world):
-    found = {}
-    for name in ["AdamW4bit", "AdamW4bitFactor", "AdamW8bit"]:
-        plain, whole, part = model_of(False), model_of(False), model_of(True)
-        found[name] = [
-            losses(plain, torch.optim.AdamW(plain.parameters(), lr=1e-2), 0, 1),
-            losses(whole, OPTIMIZERS[name](whole.parameters()), 0, 1),
-            losses(part, OPTIMIZERS[name](part.parameters()), rank, world),
-        ]
-    return found
-
-
 def planned_bytes(model, optimizer, cfg):
     """This process's bytes of weights, gradients, states and compressed states, as planned."""
     plan = make_plan(model, optimizer, cfg)
@@ -396,7 +384,6 @@ SCENARIOS = [
     sides_of_the_whole,
     collectives,
     bad_numbers,
-    curves,
     wrapped,
     everything,
     replicas,

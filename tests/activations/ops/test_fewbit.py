@@ -105,15 +105,3 @@ def test_runs_in_the_inputs_dtype_under_autocast():
     assert y.dtype == hidden.dtype == torch.bfloat16
     y.sum().backward()
     assert weight.grad.dtype == torch.float32
-
-
-def test_compiles_as_one_graph():
-    code = DerivativeCode(bits=2, function="silu")
-    x = torch.randn(8, 40, requires_grad=True)
-    twin = x.detach().clone().requires_grad_()
-    compiled = torch.compile(
-        lambda x: fewbit(x * 2, code).sum(), fullgraph=True, backend="aot_eager"
-    )
-    compiled(x).backward()
-    fewbit(twin * 2, code).sum().backward()
-    assert torch.equal(x.grad, twin.grad)
