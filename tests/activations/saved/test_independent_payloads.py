@@ -1,5 +1,6 @@
 """Factors that the backward multiplies have independent errors, so that gradients are unbiased."""
 
+import copy
 import random
 from functools import partial
 
@@ -13,7 +14,6 @@ from tests.activations.proof.comparison import (
     flat,
     in_thread,
     parameter_gradients,
-    twin,
     unbiased,
     wrapped,
 )
@@ -98,8 +98,8 @@ MODELS = {
 def test_a_tensor_that_multiplies_twice_has_an_unbiased_gradient(name):
     torch.manual_seed(int(name[-1]) if name.startswith("chain") else 0)
     model, x = MODELS[name](), torch.randn(32, 32)
-    exact = flat(parameter_gradients(twin(model), x).grads)
-    mine = wrapped(twin(model), "balanced", cfg=TWO_BITS)
+    exact = flat(parameter_gradients(copy.deepcopy(model), x).grads)
+    mine = wrapped(copy.deepcopy(model), "balanced", cfg=TWO_BITS)
     if name == "compiled":
         mine.compile(backend="aot_eager")
     right, found = unbiased(lambda: flat(parameter_gradients(mine, x).grads), exact, 0.0)
@@ -122,7 +122,7 @@ class QueryKeyNorm(nn.Module):
 def test_normalized_queries_and_keys_have_the_bits_of_their_rule():
     torch.manual_seed(0)
     model, x = QueryKeyNorm(), torch.randn(4, 32, 64)
-    exact = flat(parameter_gradients(twin(model), x).grads)
-    mine = wrapped(twin(model), "balanced", cfg=WIDE_QUERIES)
+    exact = flat(parameter_gradients(copy.deepcopy(model), x).grads)
+    mine = wrapped(copy.deepcopy(model), "balanced", cfg=WIDE_QUERIES)
     own = flat(parameter_gradients(mine, x).grads)
     assert float(F.cosine_similarity(own, exact, dim=0)) > 0.99
