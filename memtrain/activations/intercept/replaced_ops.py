@@ -37,15 +37,17 @@ Recogniser = Callable[[nn.Module, Tensor], Call | None]
 _REPLACING: Counter[type[nn.Module]] = Counter()
 """Class -> how many interceptions use its replaced forward."""
 
-# Replaced op -> the node of torch's form, whose gradient is bounded as the op's is.
+# Replaced op -> a node of torch whose output depends on its input as the op's does; else _ANY.
 _NODES = {
     op: node
     for node, ops in (
         (known_ops.LOG_SOFTMAX, ("cross_entropy",)),
         (known_ops.LAYER_NORM, (*norms.NAMES, *(f"small_{name}" for name in norms.NAMES))),
+        (known_ops.DROPOUT, ("dropout",)),
     )
     for op in ops
 }
+_ANY = known_ops.GELU
 # torch's own form of these saves its result, not its input.
 _SAVE_RESULTS = ("relu", "sigmoid", "tanh")
 
@@ -241,11 +243,10 @@ class Replacements:
         if node is None or node._sequence_nr() < saved.mark:  # of an earlier op
             return
         if saved.readers.results:
-            kind = _NODES.get(site.op)
             size = partial(norms.least_size, site.op, x.shape)
-            saved.readers.visit(node, carries=kind is None, kind=kind, elements=size)
+            saved.readers.visit(node, kind=_NODES.get(site.op, _ANY), elements=size)
             for one in reversed(above):
-                saved.readers.visit(one, carries=True)
+                saved.readers.visit(one)
         saved.readers.seen((y,))
         saved.is_lossy = saved.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
         if saved.options.derive_outputs and isinstance(result, Tensor):

@@ -42,6 +42,18 @@ def elements_read(node: Any, place: int) -> int:
     return prod(shape) // max(1, prod(node._input_metadata[0].shape))
 
 
+def is_averaged(node: Any, factor: str) -> bool:
+    """Return whether the gradient that a factor goes into is a sum of `FEW` products or more.
+
+    This is so if a `MulBackward0` broadcasts the other factor, such as a learned temperature.
+    """
+    source, index = node.next_functions[factor == "self"]
+    if source is None:
+        return False
+    other = prod(source._input_metadata[index].shape)
+    return FEW * other <= prod(node._input_metadata[0].shape)
+
+
 def _normalized(node: Any, shape: Any) -> int:
     if hasattr(node, "_saved_normalized_shape"):
         return prod(node._saved_normalized_shape)

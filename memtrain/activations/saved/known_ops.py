@@ -59,10 +59,8 @@ NORMS = node_classes(
     *("CudnnBatchNormBackward0", "FusedRmsNormBackward0", "MiopenBatchNormBackward0"),
     *("NativeBatchNormBackward0", "NativeGroupNormBackward0", "NativeLayerNormBackward0"),
 )
-(LOG_SOFTMAX,), (LAYER_NORM,) = (
-    node_classes("LogSoftmaxBackward0"),
-    node_classes("NativeLayerNormBackward0"),
-)
+LOG_SOFTMAX, LAYER_NORM = _F.LogSoftmaxBackward0, _F.NativeLayerNormBackward0
+DROPOUT, GELU = _F.NativeDropoutBackward0, _F.GeluBackward0
 CONVOLUTIONS = node_classes("ConvolutionBackward0")
 SATURATING_READERS = PRODUCTS | SOFTMAXES | NORMS | CONVOLUTIONS
 """Nodes that may read a compressed sigmoid or tanh, or its product or sum with something else: a
@@ -70,12 +68,15 @@ gate, or a cap of scores. The gradient of a logarithm or a quotient is largest w
 is smallest, and the error of its codes counts most there."""
 POOLS = node_classes("AvgPool2DBackward0", "AvgPool3DBackward0")
 ADAPTIVE_POOLS = node_classes("AdaptiveAvgPool2DBackward0", "AdaptiveAvgPool3DBackward0")
-SQUARE_READERS = (SATURATING_READERS - SOFTMAXES) | SUMS | POOLS | ADAPTIVE_POOLS
-"""Nodes that may read a square whose factor is compressed. The gradient of a root, a logarithm or
-an inverse is largest where the square is smallest, and the error of a factor counts most there; so
-is a softmax of minus the square, or its exp()."""
-FACTOR_READERS = SQUARE_READERS | SOFTMAXES | node_classes("LogsumexpBackward0") | KERNELS.keys()
-"""Nodes that may read another product whose factors are compressed."""
+ELEMENTWISE_READERS = (SATURATING_READERS - SOFTMAXES) | SUMS | POOLS | ADAPTIVE_POOLS
+"""Nodes that may read an elementwise product of two tensors, or a square, whose factors are
+compressed. The gradient of a root, a logarithm or an inverse is largest where the product is
+smallest, and the error of a factor counts most there; so is that of softmax(-x * x)."""
+FACTOR_READERS = (
+    ELEMENTWISE_READERS | SOFTMAXES | node_classes("LogsumexpBackward0") | frozenset(KERNELS)
+)
+"""Nodes that may read a matrix product, or a product with a broadcast tensor, whose factors are
+compressed."""
 Reason = str
 Node = Any
 Name = str | Callable[[Node, Any], str]
@@ -192,10 +193,12 @@ def _plane(dims: int) -> Callable[[Node], int]:
     return lambda node: max(1, prod(node._saved_self.shape[-dims:]))
 
 
-def _two(first: str, second: str) -> tuple[SavedBy, SavedBy]:
+def _two(
+    first: str, second: str, readers: frozenset[type] = FACTOR_READERS
+) -> tuple[SavedBy, SavedBy]:
     return (
-        SavedBy(first, "input", LINEAR, readers=FACTOR_READERS),
-        SavedBy(second, "input1", LINEAR, readers=FACTOR_READERS),
+        SavedBy(first, "input", LINEAR, readers=readers),
+        SavedBy(second, "input1", LINEAR, readers=readers),
     )
 
 
@@ -263,12 +266,12 @@ TABLE: tuple[KnownOp, ...] = (
     KnownOp("MvBackward0", "matmul", _two("self", "vec")),
     KnownOp("AddmvBackward0", "matmul", _two("mat", "vec")),
     KnownOp("GroupedMmBackward0", "grouped_mm", _two("self", "mat2")),
-    KnownOp("MulBackward0", "mul", _two("self", "other")),
+    KnownOp("MulBackward0", "mul", _two("self", "other", ELEMENTWISE_READERS)),
     KnownOp("ExpBackward0", "exp", (SavedBy("result", "saved", LINEAR, readers=PRODUCTS),)),
     KnownOp(
         "PowBackward0",
         _power,
-        (SavedBy("self", "input", LINEAR, _is_square, readers=FACTOR_READERS),),
+        (SavedBy("self", "input", LINEAR, _is_square, readers=ELEMENTWISE_READERS),),
     ),
     KnownOp(
         "ConvolutionBackward0",

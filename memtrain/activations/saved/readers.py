@@ -1,54 +1,72 @@
 """Defer the compression of a result until all ops that read the result are known."""
 
 from collections.abc import Callable, Mapping, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read
+from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read, is_averaged
 from memtrain.activations.saved.known_ops import (
     DERIVATIVE,
+    ELEMENTWISE_READERS,
     FACTOR_READERS,
     KNOWN,
     MULTIPLIES,
     NORMS,
     PRODUCTS,
     SAME_VALUES,
-    SQUARE_READERS,
     VIEWS,
     KnownOp,
+    SavedBy,
     node_classes,
 )
+from memtrain.activations.saved.node_tensors import tensors_of
 from memtrain.activations.saved.origin import is_parameter, storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
-_CARRIES = (
+_CARRIES_PRODUCTS = (
     SAME_VALUES
     | MULTIPLIES
     | node_classes(
         *("AddBackward0", "SubBackward0", "RsubBackward0", "RsubBackward1", "NegBackward0"),
-        *("AmaxBackward0", "AminBackward0", "CatBackward0", "ConstantPadNdBackward0"),
-        *("CopyBackwards", "CopySlices", "CumsumBackward0", "ExpBackward0", "FlipBackward0"),
-        *("GatherBackward0", "IndexAddBackward0", "IndexBackward0", "IndexCopyBackward0"),
-        *("IndexPutBackward0", "IndexSelectBackward0", "MaxBackward0", "MaximumBackward0"),
-        *("MinBackward0", "MinimumBackward0", "RepeatBackward0", "RollBackward0"),
-        *("ScatterAddBackward0",),
-        *("SplitBackward0", "SplitWithSizesBackward0", "StackBackward0", "TrilBackward0"),
-        *("TriuBackward0", "UnbindBackward0"),
+        *("CatBackward0", "ConstantPadNdBackward0", "CopyBackwards", "CopySlices"),
+        *("CumsumBackward0", "FlipBackward0", "IndexAddBackward0", "IndexBackward0"),
+        *("IndexCopyBackward0", "IndexPutBackward0", "IndexSelectBackward0", "RepeatBackward0"),
+        *("RollBackward0", "ScatterAddBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
+        *("StackBackward0", "TrilBackward0", "TriuBackward0", "UnbindBackward0"),
+    )
+)
+"""Nodes whose output has the elements of an input, times or plus something else."""
+_CARRIES = (
+    _CARRIES_PRODUCTS
+    | node_classes(
+        *("AdaptiveMaxPool2DBackward0", "AdaptiveMaxPool3DBackward0", "AmaxBackward0"),
+        *("AminBackward0", "ExpBackward0", "GatherBackward0", "MaxBackward0"),
+        *("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "MaximumBackward0"),
+        *("MinBackward0", "MinimumBackward0"),
     )
     | {node for node, row in KNOWN.items() if row.tensors[0].reason == DERIVATIVE}
 )
-"""Nodes whose output has the elements of an input, times or plus something else, or a function of
-them."""
+"""These, and nodes whose output has functions of the elements, or those that a comparison chose.
+Their gradient may be largest where a product of two tensors is smallest: at the nearest point."""
 _QUOTIENTS = node_classes("DivBackward0")
 """Nodes that carry their first input in the same way."""
 _POWERS = node_classes("PowBackward0")
 """Nodes that carry it if the exponent is 2."""
-_EXPONENTIALS = node_classes("ExpBackward0")
-"""Nodes that carry no square."""
-_SQUARING = _POWERS | MULTIPLIES
+_CHOICES = {
+    node: attribute
+    for attribute, names in {
+        "condition": ("WhereBackward0",),
+        "mask": ("MaskedFillBackward0",),
+        "index": ("IndexAddBackward0", "IndexCopyBackward0", "IndexSelectBackward0"),
+        "indices": ("IndexBackward0", "IndexPutBackward0"),
+    }.items()
+    for node in node_classes(*names)
+}
+"""Nodes that carry chosen elements, and the attribute of what chooses."""
 
 
 class _Result:
@@ -56,16 +74,17 @@ class _Result:
 
     def __init__(
         self,
-        node: int,
+        node: Any,
+        saved: SavedBy,
         x: Tensor,
         storage: Storage,
-        readers: frozenset[type],
         save: Callable[[bool], None],
-        *,
-        is_factor: bool,
     ) -> None:
-        self.readers, self.number = readers, storage_id(x)
-        self._node, self.is_factor, self.is_square = node, is_factor, False
+        averaged = type(node) in MULTIPLIES and is_averaged(node, saved.attribute)
+        self.readers = FACTOR_READERS if averaged else saved.readers or frozenset()
+        self.number, self._node = storage_id(x), node._sequence_nr()
+        self.is_factor = saved.attribute != "result"
+        self._is_elementwise = self.readers is ELEMENTWISE_READERS
         self.copies: set[StorageWeakRef] = set()
         """Memory of other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
@@ -85,10 +104,11 @@ class _Result:
         """
         return not self.is_factor or type(node) in SAME_VALUES or node._sequence_nr() == self._node
 
-    def square(self) -> None:
-        """Restrict the readers of a factor to those of a square."""
-        if self.is_factor:
-            self.is_square, self.readers = True, self.readers & SQUARE_READERS
+    def follows(self, node: Any, kind: type) -> bool:
+        """Whether the output of a node has its elements in the way in which it is followed."""
+        if self._is_elementwise:
+            return kind in _CARRIES_PRODUCTS and not _chooses(node, kind)
+        return kind in _CARRIES
 
     @property
     def has_copies(self) -> bool:
@@ -134,57 +154,48 @@ class Readers:
     def add(
         self,
         node: Any,
+        saved: SavedBy,
         x: Tensor,
         storage: Storage,
-        readers: frozenset[type],
         save: Callable[[bool], None],
-        *,
-        is_factor: bool,
     ) -> None:
         """Let a result or a factor wait."""
-        number = node._sequence_nr()
-        found = _Result(number, x, storage, readers, save, is_factor=is_factor)
-        if type(node) in _SQUARING and _squares(node):
-            found.square()
-        self.results.setdefault(number, {})[found] = None
+        found = _Result(node, saved, x, storage, save)
+        self.results.setdefault(node._sequence_nr(), {})[found] = None
         self._made.append(found)
 
     def visit(
         self,
         node: Any,
-        *,
-        carries: bool = False,
         kind: type | None = None,
         elements: Callable[[Any, int], int] = elements_read,
     ) -> None:
         """Note what a node reads.
 
-        It `carries` its input's elements if its output has them, times one number, or 0. For an own
-        op, `kind` is the node of torch's form, and `elements` replaces `elements_read`.
+        For memtrain's form of an op, `kind` is the node of torch's form, and `elements` replaces
+        `elements_read`.
         """
         kind = kind or type(node)
-        squares = kind in _SQUARING and _squares(node)
-        carries = carries or squares or kind in _CARRIES
+        squares = kind in _POWERS and node._saved_exponent == 2
         for place, (above, _) in enumerate(node.next_functions):
             waiting = () if above is None else self.results.get(above._sequence_nr(), ())
             if not waiting:
                 continue
             few = kind in AVERAGES and elements(node, place) < FEW
             reads = kind in FACTOR_READERS and not few and not _scales(node)
-            carried = carries or (few and kind not in NORMS) or (kind in _QUOTIENTS and place == 0)
+            divides = kind in _QUOTIENTS and place == 0
+            carries = squares or divides or (few and kind not in NORMS)
             for found in waiting:
                 if reads and kind in found.readers:
                     if found.has_copies:
                         self._allowed[found] = None
                     else:
                         found.save(compress=True)
-                elif found.is_square and kind in _EXPONENTIALS:
-                    found.save(compress=False)
-                elif kind in VIEWS or (carried and not found.is_saved):
+                    continue
+                follows = carries or found.follows(node, kind)
+                if kind in VIEWS or (follows and not found.is_saved):
                     self.results.setdefault(node._sequence_nr(), {})[found] = None
-                    if squares:
-                        found.square()
-                elif not (carried and found.is_factor):
+                elif not (follows and found.is_factor):
                     found.save(compress=False)
 
     def seen(self, results: Sequence[Any]) -> None:
@@ -218,24 +229,22 @@ class Readers:
             found.save(compress=False)
 
 
-def _squares(node: Any) -> bool:
-    """Return whether a node multiplies a tensor by itself."""
-    kind = type(node)
+def _chooses(node: Any, kind: type) -> bool:
+    """Whether a node chooses elements one by one, as a mask or a constant of their shape does."""
+    names = (_CHOICES[kind],) if kind in _CHOICES else ()
     if kind in MULTIPLIES:
-        (one, _), (other, _) = node.next_functions
-        return one is not None and one is other
-    return node._saved_exponent == 2
+        factors = zip(("self", "other"), node.next_functions, strict=True)
+        names = [name for name, (above, _) in factors if above is None]
+    entries = [x.numel() for _, x in tensors_of(node, names)]
+    return FEW * max(entries, default=0) > prod(node._input_metadata[0].shape)
 
 
 def _scales(node: Any) -> bool:
-    """Whether a node multiplies by a constant: a mask, torch's own dropout, or one-hot vectors.
+    """Whether a node multiplies by a constant matrix, such as one-hot vectors.
 
-    A product with one-hot vectors selects elements, and a logarithm may read them then. A frozen
-    weight is no such constant.
+    They select elements, and a logarithm may read them then. A frozen weight is no such constant.
     """
     kind = type(node)
-    if kind in MULTIPLIES:
-        return any(above is None for above, _ in node.next_functions)
     if kind not in PRODUCTS:
         return False
     factors = list(KNOWN[kind].tensors)

@@ -16,7 +16,7 @@ from memtrain.activations.saved.derived import FINE, FORMULAS, SMOOTH, DerivedOu
 from memtrain.activations.saved.fit import Choose, decide
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import BITS, Kept, MaskBias
-from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, SHAPE, SavedBy
+from memtrain.activations.saved.known_ops import LINEAR, LOSSLESS, MULTIPLIES, SHAPE, SavedBy
 from memtrain.activations.saved.masked import JOINS, constants_of
 from memtrain.activations.saved.node_tensors import (
     FUNCTION,
@@ -236,8 +236,7 @@ class SavedTensors:
             if x is not None:
                 site = Site(module, *known_ops.named(op, saved.role, function, self.attention))
                 if not (attends and self._save_of_attention(node, saved.attribute, site, x)):
-                    readers = saved.readers if waits else None
-                    self._save(node, saved, site, x, readers)
+                    self._save(node, saved, site, x, waits and saved.readers is not None)
         for name, x in tensors.items():  # statistics, for example
             site = Site(module, op, "input3" if name in known_ops.MASKS else name)
             if not (attends and self._save_of_attention(node, name, site, x)):
@@ -255,7 +254,7 @@ class SavedTensors:
     def _save_mask(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
         """Store the bias of a boolean attention mask, or a dropout mask, in 1 bit per element."""
         bias = name in known_ops.MASKS and self.bool_mask
-        factor = name == "other" and type(node) in known_ops.MULTIPLIES and x.is_cpu
+        factor = name == "other" and type(node) in MULTIPLIES and x.is_cpu
         if not (bias or factor) or x.requires_grad or foreign(x):
             return False
         chosen, kept = self.choose(site), not x.numel() or self.is_small(x) or self.is_kept(x)
@@ -319,7 +318,7 @@ class SavedTensors:
         if self.records is not None:
             self.records.add(x, site, planned, name, *others)
 
-    def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor, readers: Any) -> None:
+    def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor, waits: bool) -> None:
         """Compress, keep or defer one saved tensor of a known op."""
         number, why = storage_id(x), ""
         if number < 0 or foreign(x):
@@ -342,7 +341,7 @@ class SavedTensors:
         if isinstance(chosen, Keep) or chosen.is_identity:
             self.keep(x, site, chosen, node, saved.attribute)
             return
-        if readers is None or exact is not None:
+        if not waits or exact is not None:
             self._compress(node, saved, site, x, chosen)
             return
 
@@ -354,8 +353,7 @@ class SavedTensors:
             else:
                 self.keep(x, site, UNKNOWN_READER, node, saved.attribute)
 
-        storage, is_factor = storage_of(self.store, x, number), saved.attribute != "result"
-        self.readers.add(node, x, storage, readers, save, is_factor=is_factor)
+        self.readers.add(node, saved, x, storage_of(self.store, x, number), save)
 
     def _compress(
         self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor

@@ -1,0 +1,168 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.activations.saved.test_reads import WEIGHT, Model, with_and_without
+
+TWO = nn.Parameter(torch.tensor([1.0, 0.5]))
+TEMPERATURE = nn.Parameter(torch.zeros(64))
+ELEMENTWISE = {
+    **{"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h},
+    "two differences": lambda h: (h - 0.1) * (h - 0.1),
+    "two distances": lambda h: (h - 0.1).abs() * (h - 0.1).abs(),
+    "a tensor and its view": lambda h: h * h.view(64, 64),
+    "a tensor and its copy": lambda h: h.clone() * h.double().float(),
+    "two tensors": lambda h: h.abs() * h.abs().roll(1, 1),
+    "a tensor and itself without a gradient": lambda h: h * h.detach(),
+}
+MATRIX = {
+    "a matrix product": lambda h: (
+        h.abs().view(64, 16, 4) @ h.abs().roll(1, 0).view(64, 4, 16)
+    ).reshape(64, 256)[:, ::4],
+}
+SMALL = {
+    "a root": lambda s: (s + 1e-6).sqrt(),
+    "a root without a sum": torch.rsqrt,
+    "a logarithm of a view": lambda s: s.view(-1).log(),
+    "a logarithm of two": lambda s: s.view(64, 32, 2).sum(-1).log(),
+    "a root of a scaled mean of four": lambda s: (3 * s.view(64, 16, 4).mean(-1)).sqrt(),
+    "a quotient": lambda s: 1 / s,
+    "a logarithm of chosen elements": lambda s: torch.log(s @ torch.eye(64)),
+    "a logarithm of pools of two": lambda s: F.avg_pool1d(s.unsqueeze(1), 2).log(),
+    "a logarithm of means of four": lambda s: F.adaptive_avg_pool1d(s.unsqueeze(1), 16).log(),
+    "a logarithm of a product with two": lambda s: (s.view(-1, 2) @ TWO[:, None]).log(),
+    "a logarithm of a sum and a product": lambda s: torch.addmm(s, WEIGHT, WEIGHT.T).log(),
+    "a logarithm of a convolution": lambda s: F.conv1d(s.unsqueeze(1), TWO.view(1, 1, 2)).log(),
+    "a logarithm of a transposed convolution": lambda s: F.conv_transpose1d(
+        s.unsqueeze(1), TWO.view(1, 1, 2), stride=2
+    ).log(),
+}
+NEAREST = {
+    "a softmax": lambda s: (-s).softmax(-1).view(-1)[::7],
+    "a log-sum-exp": lambda s: torch.logsumexp(-s, -1),
+    "an exponential": lambda s: torch.exp(-s).cumsum(-1),
+    "a hinge": lambda s: F.relu(0.5 - s) @ WEIGHT,
+    "indices": lambda s: s[torch.arange(64), s.argmin(1)],
+    "a condition": lambda s: torch.where(s < 0.1, s, 0.0) @ WEIGHT,
+    "a mask": lambda s: (s * (s < 0.1)) @ WEIGHT,
+    "a mask of distances in two dimensions": lambda s: (
+        s.view(64, 32, 2).sum(-1).masked_fill(s[:, ::2] > 0.1, 0.0) @ WEIGHT[::2]
+    ),
+    "a pool of the largest": lambda s: F.max_pool1d(-s.unsqueeze(1), 4)[:, 0] @ WEIGHT[:16],
+}
+"""What has the largest gradient where the product is smallest, or chooses the smallest."""
+LARGE = {
+    "a pool of sixteen": lambda s: F.avg_pool2d(s.view(1, 64, 8, 8), 4).log(),
+    "a convolution with eight": lambda s: F.conv1d(s.view(64, 1, 64), WEIGHT[63].view(8, 1, 8)),
+    "a mean": lambda s: s.mean(-1).rsqrt(),
+    "a sum of eight": lambda s: s.view(64, 8, 8).sum(-1).log(),
+    "a product": lambda s: s @ WEIGHT,
+}
+
+
+@pytest.mark.parametrize("product", [*ELEMENTWISE, *MATRIX])
+@pytest.mark.parametrize("reader", [*SMALL, *LARGE])
+def test_a_product_that_a_root_or_a_logarithm_reads_keeps_its_factors(product, reader):
+    torch.manual_seed(0)
+    model = Model(lambda h: {**SMALL, **LARGE}[reader]({**ELEMENTWISE, **MATRIX}[product](h)))
+    exact, mine, _ = with_and_without(model, torch.randn(64, 64))
+    assert torch.equal(mine, exact) is (reader in SMALL)
+    assert torch.cosine_similarity(mine, exact, 0) > 0.98
+
+
+@pytest.mark.parametrize("product", ELEMENTWISE)
+@pytest.mark.parametrize("reader", NEAREST)
+def test_a_product_whose_smallest_elements_count_most_keeps_its_factors(product, reader):
+    torch.manual_seed(0)
+    model = Model(lambda h: NEAREST[reader](ELEMENTWISE[product](h)))
+    exact, mine, _ = with_and_without(model, torch.randn(64, 64))
+    assert torch.equal(mine, exact)
+
+
+NORMS = {
+    "layer_norm": lambda s, n: F.layer_norm(s.view(-1, n), (n,)),
+    "rms_norm": lambda s, n: F.rms_norm(s.view(-1, n), (n,)),
+    "group_norm": lambda s, n: F.group_norm(s.view(16, -1, n), s.numel() // 16 // n),
+    "batch_norm": lambda s, n: F.batch_norm(s.view(n, -1), None, None, training=True),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("size", [4, 16])
+def test_a_product_that_a_norm_of_few_elements_reads_keeps_its_factors(norm, size):
+    model = Model(lambda h: NORMS[norm](h * h.roll(1, 0), size).view(-1) * torch.arange(4096))
+    _, _, entries = with_and_without(model, torch.randn(64, 64))
+    kept = {e.compressor == "" for e in entries if " / mul / " in e.site and e.nbytes}
+    assert kept == {size == 4}
+
+
+def scan(h):
+    """A state-space model's states, with a decay that depends on the input."""
+    decay, state, read = torch.exp(-h.abs() * 0.1), torch.zeros(64, 16), []
+    for part in range(0, 64, 16):
+        state = decay[:, part : part + 16] * state + h[:, part : part + 16]
+        read.append(state @ WEIGHT[:16, :16])
+    return torch.stack(read)
+
+
+FOLLOWED = {
+    "two experts": lambda h: (h.view(32, 2, 64) * h.sigmoid().view(32, 2, 64)).sum(1) @ WEIGHT,
+    "index_add": lambda h: (
+        torch.zeros(32, 64).index_add(0, torch.arange(64) % 32, h * h.abs()) @ WEIGHT
+    ),
+    "the largest": lambda h: (h @ h.T / 64).sub((h @ h.T / 64).amax(-1, True)).softmax(-1) @ WEIGHT,
+    "a scan": scan,
+    "a temperature": lambda h: (h * TEMPERATURE.exp()).softmax(-1) @ WEIGHT,
+}
+
+
+@pytest.mark.parametrize("op", FOLLOWED)
+def test_factors_are_compressed_where_products_read_what_is_made_of_them(op):
+    exact, mine, entries = with_and_without(Model(FOLLOWED[op]), torch.randn(64, 64))
+    assert torch.cosine_similarity(mine, exact, 0) > 0.9
+    factors = [e for e in entries if "/ mul /" in e.site or "/ matmul /" in e.site]
+    assert sum(e.planned for e in factors) < 0.2 * sum(e.nbytes for e in factors)
+
+
+def normal(h):
+    """Minus the log-density of normal distributions, given a factor of each covariance."""
+    factor = h.view(16, 16, 16).tril()
+    covariance = factor @ factor.mT + 1e-2 * torch.eye(16)
+    x = torch.linspace(-1, 1, 16).expand(16, 16).unsqueeze(-1)
+    return torch.logdet(covariance) + (x.mT @ torch.linalg.solve(covariance, x)).flatten()
+
+
+def discretized(h):
+    """The log-likelihood of a mixture of logistic distributions in a bin of 1/128."""
+    h = h.view(256, 16)
+    mean, weights = h[:, :5], h[:, 5:10].softmax(-1)
+    scale = torch.exp(-2 - h[:, 10:15])
+    x = torch.linspace(-1, 1, 256)[:, None] - mean
+    bins = torch.sigmoid((x + 1 / 256) / scale) - torch.sigmoid((x - 1 / 256) / scale)
+    return torch.log((weights * bins).sum(-1) + 1e-12)
+
+
+def mixture(h):
+    """The log-likelihood of a mixture of normal distributions."""
+    h, x = 2 * h.view(256, 16), torch.linspace(-1, 1, 256)[:, None]
+    z = (x - h[:, :5]) * torch.exp(-h[:, 5:10])
+    return torch.logsumexp(h[:, 10:15] - h[:, 5:10] - 0.5 * z**2, -1)
+
+
+DENSITIES = {
+    "mixture": mixture,
+    "sum of kernels": lambda h: torch.log(torch.exp(-0.5 * (4 * h) ** 2).mean(-1) + 1e-9),
+    "normal": normal,
+    "discretized": discretized,
+    "mixture by bmm": lambda h: torch.log(
+        torch.bmm(h[:, :4].softmax(-1)[:, None], h[:, 4:].view(64, 4, 15).softmax(-1))[:, 0, :3]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DENSITIES)
+def test_a_density_has_the_gradient_of_the_baseline(name):
+    torch.manual_seed(0)
+    exact, mine, _ = with_and_without(Model(DENSITIES[name]), torch.randn(64, 64))
+    assert torch.cosine_similarity(mine, exact, 0) > 0.99
