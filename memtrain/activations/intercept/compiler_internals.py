@@ -7,6 +7,7 @@ and a mark in `compressors/derivative.py`. Their public counterparts import Dyna
 import sys
 from collections.abc import Callable, Collection, Sequence
 from functools import cache, wraps
+from operator import attrgetter
 from typing import Any, TypeVar, cast
 
 import torch
@@ -18,6 +19,8 @@ from memtrain.activations.intercept.graph_sites import is_tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
+compiled_call: Callable[[nn.Module], Any] = attrgetter("_compiled_call_impl")
+"""Returns what `module.compile()` has made of a module, or None."""
 INSIDE = "_orig_mod"
 """Attribute of the result of `torch.compile` with the module inside."""
 
@@ -79,17 +82,12 @@ def inside_compiled(model: Any) -> nn.Module | None:
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether `torch.compile` or `module.compile()` has compiled the module itself."""
-    return is_compiled_in_place(module) or inside_compiled(module) is not None
-
-
-def is_compiled_in_place(module: nn.Module) -> bool:
-    """Return whether `module.compile()` has compiled the module."""
-    return module._compiled_call_impl is not None
+    return compiled_call(module) is not None or inside_compiled(module) is not None
 
 
 def backend_of(module: nn.Module) -> Any:
     """Return the backend of a compiled module."""
-    call: Any = module if inside_compiled(module) is not None else module._compiled_call_impl
+    call: Any = module if inside_compiled(module) is not None else compiled_call(module)
     (context,) = (
         cell.cell_contents
         for cell in call.get_compiler_config.__closure__

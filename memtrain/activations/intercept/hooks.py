@@ -23,8 +23,8 @@ from torch.utils.hooks import RemovableHandle
 
 from memtrain.activations.intercept.compiler_internals import (
     INSIDE,
+    compiled_call,
     compiled_regions,
-    is_compiled_in_place,
     order_beneath,
     run_by_tracer,
     run_untraced,
@@ -409,7 +409,7 @@ class _Hooked:
             given = owner._begin(name, module, args, kwargs)
         owner._name(name)
         regions = owner.graphs.regions
-        compiled = is_compiled_in_place(module) or name.endswith(INSIDE) or name in regions
+        compiled = compiled_call(module) or name.endswith(INSIDE) or name in regions
         compiled = compiled and owner._outer is not None and bool(owner._modes)
         if compiled and _get_current_function_mode() is owner._modes[-1]:
             owner._exit()  # asked about tensors under a mode, torch would call it each time

@@ -11,9 +11,9 @@ from memtrain.activations.intercept.compiler_internals import (
     INSIDE,
     backend_of,
     compile_graphs_by,
+    compiled_call,
     inductor_by,
     inside_compiled,
-    is_compiled_in_place,
 )
 from memtrain.activations.intercept.graph_sites import path_names, source_name
 from memtrain.activations.intercept.recompute import blocks_of
@@ -42,7 +42,7 @@ def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
     for name, module in model.named_modules():
         if inside_compiled(module) is not None:
             found[f"{name}.{INSIDE}".lstrip(".")] = _backend_of(module)
-        elif is_compiled_in_place(module):
+        elif compiled_call(module):
             found.setdefault(name, _backend_of(module))
     return model, found
 
