@@ -71,10 +71,12 @@ class _StateCompressors:
     tested: bool
 
     def __call__(self, param: Tensor, state: str) -> Compressor | Keep:
-        own = cast(nn.Parameter, param)
-        if own not in self.names and (model := self.model()) is not None:  # added, or sharded since
+        parameter = cast(nn.Parameter, param)
+        if (
+            parameter not in self.names and (model := self.model()) is not None
+        ):  # added, or sharded since
             self.names = {p: name for name, p in model.named_parameters()}
-        name = self.names.get(own, "(added later)")
+        name = self.names.get(parameter, "(added later)")
         text = str(state)  # heavyball has numbers
         return self.plan.choose_state(name, text, tested=self.tested)
 
@@ -245,8 +247,10 @@ def _register_optimizer_hooks(
 
 def _compress_states(model: nn.Module, optimizers: list[Optimizer], plan: Plan) -> list[Optimizer]:
     names = {p: name for name, p in model.named_parameters()}
-    min_elements, own = plan.config.optim.min_elements, WeakRef(model)
-    chosen = [(one, _StateCompressors(plan, names, own, is_tested(one))) for one in optimizers]
+    min_elements, reference = plan.config.optim.min_elements, WeakRef(model)
+    chosen = [
+        (one, _StateCompressors(plan, names, reference, is_tested(one))) for one in optimizers
+    ]
     return [optim.compress(one, choose, min_elements=min_elements) for one, choose in chosen]
 
 
@@ -362,9 +366,9 @@ def _with_inner_optimizers(
     optimizer: Any, work: Callable[[list[Optimizer]], list[Optimizer]]
 ) -> Optimizer | list[Optimizer] | None:
     """Call `work` with the inner optimizers; return its results as a list, an optimizer or None."""
-    given_optimizers = _as_list(optimizer)
-    outers = [_outer_optimizer(one) for one in given_optimizers]
-    results: list[Any] = work([inner_optimizer(one) for one in given_optimizers])
+    outer_optimizers = _as_list(optimizer)
+    outers = [_outer_optimizer(one) for one in outer_optimizers]
+    results: list[Any] = work([inner_optimizer(one) for one in outer_optimizers])
     for index, outer in enumerate(outers):
         if outer is not None:
             outer.optimizer, results[index] = results[index], outer
@@ -413,7 +417,7 @@ def _raise_verify_error(fault: str) -> None:
 
 def _actnn_sensitivity(plan: Plan) -> ActnnSensitivity | None:
     """Return ActNN's measurement of sensitivities, if the plan requests it."""
-    own = plan.config.activations
-    if plan.bits is None or own.sensitivity != "statistics":
+    activations = plan.config.activations
+    if plan.bits is None or activations.sensitivity != "statistics":
         return None
-    return ActnnSensitivity(plan.bits, own.adapt_interval)
+    return ActnnSensitivity(plan.bits, activations.adapt_interval)

@@ -52,8 +52,8 @@ def check_arguments(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
 
 
 def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None:
-    own = set(model.parameters())
-    if not own:
+    parameters = set(model.parameters())
+    if not parameters:
         raise ValueError(f"this {type(model).__name__} has no parameters: nothing to train")
     lazy = [name for name, p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
@@ -62,8 +62,8 @@ def _check_parameters(model: nn.Module, optimizers: Sequence[Optimizer]) -> None
             "and wrap both"
         )
     trained = [p for one in optimizers for group in one.param_groups for p in group["params"]]
-    unknown = sum(p not in own for p in trained)
-    if unknown and in_zero(own):
+    unknown = sum(p not in parameters for p in trained)
+    if unknown and in_zero(parameters):
         raise ValueError(
             "DeepSpeed's ZeRO has joined the optimizer's parameters to flat vectors: call "
             "memtrain.wrap before deepspeed.initialize, with weights=keep and gradients=keep"

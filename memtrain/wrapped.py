@@ -192,8 +192,8 @@ class StateDictHooks:
         wrapped, loaded = self.wrapped(), self._loaded
         self._loaded = {}
         if wrapped is not None and loaded:
-            own = _state(wrapped)  # the checkpoint may be of another config: what both have
-            _load(wrapped, {name: loaded.get(name, own[name]) for name in own})
+            current = _state(wrapped)  # the checkpoint may be of another config: what both have
+            _load(wrapped, {name: loaded.get(name, current[name]) for name in current})
 
 
 def state_dict(model: nn.Module) -> dict[str, Any]:
@@ -264,7 +264,7 @@ def _load(wrapped: Wrapped, state_dict: dict[str, Any]) -> None:
     interception.saved.step = int(state_dict["step"])
     if bits is not None:
         bits.load_state_dict(state_dict["bits"])
-        interception.record_again()
+        interception.record_next()
     watch = _actnn_sensitivity(interception)
     if watch is not None:
         watch.reset()
@@ -387,16 +387,16 @@ def load_fp32_state_dict(model: nn.Module, state_dict: Mapping[str, Any]) -> Non
         0.10000000149011612
     """
     masters = _master_owners(model)
-    own = model.state_dict(keep_vars=True)
-    if own.keys() != state_dict.keys():
-        wrong = sorted(own.keys() ^ state_dict.keys())[:5]
+    current = model.state_dict(keep_vars=True)
+    if current.keys() != state_dict.keys():
+        wrong = sorted(current.keys() ^ state_dict.keys())[:5]
         raise ValueError(f"the state dict's keys differ from the model's: {', '.join(wrong)} ...")
-    for name, value in own.items():
+    for name, value in current.items():
         if isinstance(value, Tensor) and value.shape != state_dict[name].shape:
             shapes = f"{tuple(state_dict[name].shape)}, not {tuple(value.shape)}"
             raise ValueError(f"{name} has shape {shapes}")
     model.load_state_dict(dict(state_dict))
-    for name, value in own.items():
+    for name, value in current.items():
         if isinstance(value, nn.Parameter) and value in masters:
             masters[value].set_master(value, state_dict[name])
 

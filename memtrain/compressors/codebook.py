@@ -142,7 +142,8 @@ class Block(Compressor):
         """
         if self.columns or not columns % self.block_size:
             return self, ""
-        own = replace(self, columns=columns)
-        if own._blocks * (own.size * own.bits / 8 + 4) <= MAX_ROW_BYTES * columns:
-            return own, f"split over processes: blocks begin anew in each row of {columns} elements"
+        split = replace(self, columns=columns)
+        if split._blocks * (split.size * split.bits / 8 + 4) <= MAX_ROW_BYTES * columns:
+            why = f"split over processes: blocks begin anew in each row of {columns} elements"
+            return split, why
         return Identity(), f"kept: split over processes by rows of {columns} elements, too few"

@@ -46,26 +46,26 @@ class Float(Compressor):
     def __post_init__(self) -> None:
         if not isinstance(self.format, str | FloatFormat):
             raise TypeError(f"format={self.format!r}; allowed: a name or a FloatFormat")
-        self.form  # noqa: B018 (raises for an unknown name)
+        self.parsed  # noqa: B018 (raises for an unknown name)
 
     @property
-    def form(self) -> FloatFormat:
+    def parsed(self) -> FloatFormat:
         """The format."""
         return named_format(self.format) if isinstance(self.format, str) else self.format
 
     @property
     def second_moment(self) -> bool:
         """Whether the format has numbers below the square of Adam's `eps`, without a scale."""
-        return self.form.min_subnormal <= 2.0**-54
+        return self.parsed.min_subnormal <= 2.0**-54
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Return `codes`, uint8 or int16, with the shape of `x`."""
-        form, seed, rounded = self.form, key.bits(), x.contiguous()
-        if x.dtype.itemsize == 2 and limits(form.layout, x.dtype)[0] < form.layout.limit:
-            rounded = form.round(rounded, seed=seed)  # to numbers that the dtype of x represents
-        codes = form.encode(rounded, seed=seed)
+        parsed, seed, rounded = self.parsed, key.bits(), x.contiguous()
+        if x.dtype.itemsize == 2 and limits(parsed.layout, x.dtype)[0] < parsed.layout.limit:
+            rounded = parsed.round(rounded, seed=seed)  # to numbers that the dtype of x represents
+        codes = parsed.encode(rounded, seed=seed)
         return Packed({"codes": codes}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:
         """Return a contiguous tensor of the original shape and dtype."""
-        return self.form.decode(packed.tensors["codes"], packed.dtype)
+        return self.parsed.decode(packed.tensors["codes"], packed.dtype)

@@ -74,10 +74,10 @@ class _Streams(Transfers):
         return copies, (stream, self._in.record_event())
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
-        asked, come = started
+        requested, come = started
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(come)
-        if stream != asked:  # autograd runs each op on the stream of its forward
+        if stream != requested:  # autograd runs each op on the stream of its forward
             for x in tensors.values():
                 x.record_stream(stream)
         self._in_flight.clear()  # mostly free: copies back have waited for earlier copies out

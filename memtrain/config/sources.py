@@ -166,9 +166,9 @@ def from_mapping(cfg: DictConfig) -> Config:
         TypeError: If a value has the wrong type.
     """
     names = {item.name for item in dataclasses.fields(Config)}
-    own = OmegaConf.create({key: cfg[key] for key in cfg if key in names})
+    known = OmegaConf.create({key: cfg[key] for key in cfg if key in names})
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(Config), own)
+        merged = OmegaConf.merge(OmegaConf.structured(Config), known)
     except OmegaConfBaseException as error:
         raise TypeError(first_line(error)) from error
     return cast("Config", OmegaConf.to_object(merged))
@@ -189,17 +189,17 @@ def _merge_over_preset(changes: Any) -> Config:
     if is_plan and changes[PLAN_KEY] != PLAN_VERSION:
         raise ValueError(f"{PLAN_KEY}={changes[PLAN_KEY]!r}; allowed: {PLAN_VERSION}")
     special = PLAN_KEY if is_plan else "preset"
-    own = OmegaConf.create({key: changes[key] for key in changes if key != special})
-    check_keys(own, Config)
+    general = OmegaConf.create({key: changes[key] for key in changes if key != special})
+    check_keys(general, Config)
     if is_plan:
         base = OmegaConf.structured(Config)
     else:
         base = compose([f"preset={changes.get('preset') or 'balanced'}"])
     path = "activations.recompute_inputs"  # rules are replaced as lists
-    if "name" in (OmegaConf.select(own, path) or ()):
+    if "name" in (OmegaConf.select(general, path) or ()):
         OmegaConf.update(base, path, None)
     try:
-        return from_mapping(OmegaConf.merge(base, own))  # type: ignore[arg-type]
+        return from_mapping(OmegaConf.merge(base, general))  # type: ignore[arg-type]
     except OmegaConfBaseException as error:
         raise TypeError(first_line(error)) from error
 

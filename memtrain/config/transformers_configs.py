@@ -23,8 +23,8 @@ def import_transformers(key: str) -> Any:
 
 def config_file(path: str | Path) -> Path:
     """Return the file of a config from the file's or its folder's path."""
-    own = Path(path).expanduser()
-    file = own / "config.json" if own.is_dir() else own
+    folder = Path(path).expanduser()
+    file = folder / "config.json" if folder.is_dir() else folder
     if not file.is_file():
         raise FileNotFoundError(f"model=hf:{path}: {str(file)!r} does not exist")
     return file
@@ -49,8 +49,8 @@ def tasks_of(config: Any, tasks: Sequence[str]) -> tuple[list[str], list[str]]:
     ]
     suffixes = {"LMHeadModel": "CausalLM", "ForConditionalGeneration": "Seq2SeqLM"}
     suffixes |= {f"For{task}": task for task in tasks}
-    written = " ".join(config.architectures or ())
-    return known, [task for suffix, task in suffixes.items() if suffix in written and task in known]
+    named = " ".join(config.architectures or ())
+    return known, [task for suffix, task in suffixes.items() if suffix in named and task in known]
 
 
 def prepare_for_training(config: Any, dropout: float | None) -> None:

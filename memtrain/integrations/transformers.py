@@ -119,16 +119,16 @@ class _WrappingTrainer:
 
 
 def _check(args: Any, cfg: Any) -> None:
-    asked = config_of(cfg).activations
-    saves = asked.rules or asked.exceptions or asked.sites or asked.recompute_inputs != KEEP
+    wanted = config_of(cfg).activations
+    saves = wanted.rules or wanted.exceptions or wanted.sites or wanted.recompute_inputs != KEEP
     if getattr(args, "activation_offloading", False) and saves:
         raise ValueError(
             "activation_offloading=True: its saved-tensor hooks would run instead of memtrain's "
             "(autograd calls the innermost hooks); allowed: False, or a config with "
             "activations=none"
         )
-    if getattr(args, "gradient_checkpointing", False) and asked.recompute:
+    if getattr(args, "gradient_checkpointing", False) and wanted.recompute:
         raise ValueError(
             "gradient_checkpointing=True with a config that recomputes layers itself "
-            f"(activations.recompute={list(asked.recompute)}); allowed: False"
+            f"(activations.recompute={list(wanted.recompute)}); allowed: False"
         )

@@ -93,22 +93,23 @@ class Plan:
     @property
     def options(self) -> Options:
         """Return the options of saved tensors for every compressor."""
-        own = self.config.activations
+        activations = self.config.activations
         return Options(
-            min_elements=own.min_elements,
-            derive_outputs=own.derive_outputs,
-            derive_smooth=own.derive_outputs and self.bits is None,  # widths are of each payload
-            derive_products=own.derive_products,
-            recompute=tuple(own.recompute),
-            recompute_inputs=recompute_inputs(own),
+            min_elements=activations.min_elements,
+            derive_outputs=activations.derive_outputs,
+            # With `bits: auto`, each payload has a width.
+            derive_smooth=activations.derive_outputs and self.bits is None,
+            derive_products=activations.derive_products,
+            recompute=tuple(activations.recompute),
+            recompute_inputs=recompute_inputs(activations),
             low=None if self.config.weights == KEEP else parse(self.config.weights).dtype,
         )
 
     @property
     def compresses(self) -> bool:
         """Return whether the plan changes the saved tensors of forwards."""
-        own = self.config.activations
-        recomputes = own.recompute or own.recompute_inputs != KEEP
+        activations = self.config.activations
+        recomputes = activations.recompute or activations.recompute_inputs != KEEP
         return bool(self.activation_rules or recomputes or self.config.precision.active)
 
     @property
@@ -299,8 +300,8 @@ class Plan:
                 what = row.compressor.partition("(")[0] or f"kept: {row.reason}"
                 groups.setdefault(f"  {where}: {what}"[:53], []).append(row)
             largest = sorted(groups.items(), key=lambda one: -sum(row.nbytes for row in one[1]))
-            for name, own in ((title, rows), *largest[: _SHOWN if len(groups) > 1 else 0]):
-                plain, planned = sum(r.nbytes for r in own), sum(r.planned for r in own)
+            for name, part in ((title, rows), *largest[: _SHOWN if len(groups) > 1 else 0]):
+                plain, planned = sum(r.nbytes for r in part), sum(r.planned for r in part)
                 lines.append(f"{name:54}{format_size(plain):>12}{format_size(planned):>12}")
         return "\n".join(lines)
 

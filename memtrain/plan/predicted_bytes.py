@@ -218,7 +218,7 @@ def predict_states(
         return [*_compressed_states(inner, names)]
     try:
         plain = list(_torch_states(optimizer, names))
-        stepped = {param: own for param, _, own in _torch_states(optimizer, names, masters)}
+        stepped = {param: states for param, _, states in _torch_states(optimizer, names, masters)}
     # Any optimizer may raise on meta tensors; the audit then reports other parts.
     except Exception as error:  # noqa: BLE001
         return [_unknown_states(title, error)]
@@ -321,12 +321,12 @@ def _torch_states(
             state = optimizer.state.get(param)
             if not state and not param.requires_grad:
                 continue
-            own = local(param)
+            shard = local(param)
             if param in masters:
-                own = torch.empty(own.shape, dtype=torch.float32, device="meta")
-            key = (index, tuple(own.shape), own.dtype)
+                shard = torch.empty(shard.shape, dtype=torch.float32, device="meta")
+            key = (index, tuple(shard.shape), shard.dtype)
             if not state and key not in known:
-                known[key] = _tensors(first_states(optimizer, own, group))
+                known[key] = _tensors(first_states(optimizer, shard, group))
             plain = _tensors(state) if state else known[key]
             yield param, names.get(param, f"{index}.{number}"), plain
 

@@ -15,9 +15,9 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.intercept.inlined_hooks import EQUAL, UNSUPPORTED
 from memtrain.activations.saved.site import (
     CUSTOM_FUNCTION,
-    FOREIGN_HOOKS,
     IN_TRANSFORM,
     NO_RULE,
+    OTHER_HOOKS,
     OTHER_THREAD,
     SHARDED,
     UNKNOWN_OP,
@@ -57,7 +57,7 @@ _FIXES = {
         "set torch._functorch.config.activation_memory_budget, call torch.utils.checkpoint in the "
         "model itself, or set activations.recompute=[]"
     ),
-    FOREIGN_HOOKS: "turn them off (activation offloading, save_on_cpu), or set activations=none",
+    OTHER_HOOKS: "turn them off (activation offloading, save_on_cpu), or set activations=none",
     IN_TRANSFORM: "call the model outside of it, or set activations=none",
     OTHER_THREAD: "run one forward at a time",
     CUSTOM_FUNCTION: "switch that kernel off where the model has a plain form of it",

@@ -11,7 +11,7 @@ from memtrain.config.sizes import format_size
 from memtrain.config.sources import KEEP, nearest
 from memtrain.plan.plan import Plan
 from memtrain.planner.cost_model import Rates
-from memtrain.planner.schemes import AGAIN, LOSSLESS
+from memtrain.planner.schemes import LOSSLESS, RECOMPUTED
 
 ALLOWED = ("quantise", "recompute", "release", "weights")
 """Compress saved tensors and optimizer states; recompute blocks; release gradients inside the
@@ -110,15 +110,15 @@ class Fit:
             ("promised peak", f"{format_size(self.peak.nbytes)}, in the {self.peak.label}"),
             ("step time", f"{self.slower:+.1%} against plain PyTorch, by {self.rates}"),
             ("noise", f"{self.error:.2f} of balanced's"),
-            ("states", f"{self.states}{self._place()}; {kept}"),
+            ("states", f"{self.states}{self._host_text()}; {kept}"),
             ("activations", chosen or "nothing to choose"),
         ]
 
-    def _place(self) -> str:
+    def _host_text(self) -> str:
         """Return the place of the states if they are not on the device."""
-        held = sum(entry.host for entry in self.plan.entries())
-        place = f", in host memory ({format_size(held)} there with copies of weights)"
-        return place if held else ""
+        nbytes = sum(entry.host for entry in self.plan.entries())
+        text = f", in host memory ({format_size(nbytes)} there with copies of weights)"
+        return text if nbytes else ""
 
     def lines(self) -> list[str]:
         """Return the rows as text of 80 columns."""
@@ -158,7 +158,7 @@ class DoesNotFit(ValueError):
 
 
 def _named(option: str) -> str:
-    if option == AGAIN:
+    if option == RECOMPUTED:
         return "blocks recomputed"
     if option in (KEEP, LOSSLESS):
         return option

@@ -224,39 +224,39 @@ def _greedy(sums: Sums, multiplier: float) -> tuple[np.ndarray, Callable[[int], 
     The solutions are seconds, kept bytes and error: [solutions, 3].
     """
     segments, kinds = sums.segments, sums.kinds
-    first = {kind: place for place, kind in reversed([*enumerate(kinds)])}
-    of_kind = {kind: _hull_of(segments[place], multiplier) for kind, place in first.items()}
+    first = {kind: index for index, kind in reversed([*enumerate(kinds)])}
+    of_kind = {kind: _hull_of(segments[index], multiplier) for kind, index in first.items()}
     rates = {kind: _rates(*hull[:2]) for kind, hull in of_kind.items()}
     hulls = [of_kind[kind] for kind in kinds]
     # Sorted by rate, a segment's own steps stay in order: its hull is convex.
     steps = sorted(
-        (rate, number, place + 1)
+        (rate, number, position + 1)
         for number, kind in enumerate(kinds)
-        for place, rate in enumerate(rates[kind])
+        for position, rate in enumerate(rates[kind])
     )
     summed = {
-        kind: np.array([sums.total(place, choice) for choice in of_kind[kind][2]])
-        for kind, place in first.items()
+        kind: np.array([sums.total(position, choice) for choice in of_kind[kind][2]])
+        for kind, position in first.items()
     }
     values = [summed[kind] for kind in kinds]
     totals = [sum((rows[0] for rows in values), np.zeros(3))]
     asides: list[tuple[int, int, tuple[int, ...]]] = []  # after a step, a segment otherwise
     others = []
-    places = [0] * len(segments)
-    for step, (_, number, place) in enumerate(steps):
+    positions = [0] * len(segments)
+    for step, (_, number, position) in enumerate(steps):
         _, _, choices, inner = hulls[number]
-        now, then = values[number][places[number]], values[number][place]
-        if choices[place] is None:  # less than the whole segment may do
+        now, then = values[number][positions[number]], values[number][position]
+        if choices[position] is None:  # less than the whole segment may do
             for indices in inner:
                 asides.append((step, number, indices))
                 others.append(totals[-1] - now + np.array(sums.total(number, indices)))
         totals.append(totals[-1] - now + then)
-        places[number] = place
+        positions[number] = position
 
     def choices_at(row: int) -> list[_Choices]:
         aside = row - len(steps) - 1
         step, other, indices = asides[aside] if aside >= 0 else (row, -1, ())
-        reached = {number: place for _, number, place in steps[:step]}
+        reached = {number: position for _, number, position in steps[:step]}
         found = [choices[reached.get(k, 0)] for k, (_, _, choices, _) in enumerate(hulls)]
         if other >= 0:
             found[other] = indices
@@ -279,16 +279,16 @@ def _hull_of(segment: Segment, multiplier: float) -> _Hull:
         hulls.append((rows, nbytes[rows], cost[rows]))
     steps = []
     for index, (_, nbytes, cost) in enumerate(hulls):
-        steps += [(rate, index, place + 1) for place, rate in enumerate(_rates(nbytes, cost))]
+        steps += [(rate, index, position + 1) for position, rate in enumerate(_rates(nbytes, cost))]
     now = [0] * len(hulls)
     total = [sum(float(hull[k][0]) for hull in hulls) for k in (1, 2)]
     inner = [tuple(int(rows[0]) for rows, _, _ in hulls)]
     points: list[tuple[float, float, _Choices]] = [(total[0], total[1], inner[0])]
-    for _, index, place in sorted(steps):
+    for _, index, position in sorted(steps):
         _, nbytes, cost = hulls[index]
-        total[0] += nbytes[place] - nbytes[place - 1]
-        total[1] += cost[place] - cost[place - 1]
-        now[index] = place
+        total[0] += nbytes[position] - nbytes[position - 1]
+        total[1] += cost[position] - cost[position - 1]
+        now[index] = position
         inner.append(tuple(int(h[0][k]) for h, k in zip(hulls, now, strict=True)))
         points.append((total[0], total[1], inner[-1]))
     if (block := segment.recompute) is not None:

@@ -99,8 +99,9 @@ def _moment_error(unsigned: bool, compressor: Compressor) -> float:
     if not unsigned:
         return _share(_round_trip(compressor, noise * scale) / scale, noise)
     v = scale.square()
-    again = _round_trip(compressor, v).clamp_min(v.min() * 1e-3)  # of what rounds to 0, eps is left
-    return _share((v / again).sqrt(), torch.ones_like(v))
+    least = v.min() * 1e-3  # of what rounds to 0, eps is left
+    rounded = _round_trip(compressor, v).clamp_min(least)
+    return _share((v / rounded).sqrt(), torch.ones_like(v))
 
 
 def _round_trip(compressor: Compressor, x: Tensor) -> Tensor:

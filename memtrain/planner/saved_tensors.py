@@ -38,7 +38,7 @@ from memtrain.planner.schemes import (
 )
 
 _PAYLOAD = "payload"
-_NOT_ASKED = Keep("")  # kept under all rules
+_NOT_REQUESTED = Keep("")  # kept under all rules
 
 
 class SavedTensor(NamedTuple):
@@ -50,7 +50,7 @@ class SavedTensor(NamedTuple):
     """The key of `DEFAULT` whose width its bytes follow; empty: the bytes are fixed."""
     slope: int = 0
     """Bytes per bit of width."""
-    root: Compressor | Keep = _NOT_ASKED
+    root: Compressor | Keep = _NOT_REQUESTED
     """Of a recomputed tensor: the choice for its source; else `choice`."""
     source: str = ""
     """Of a recomputed tensor: the op whose output it is."""
@@ -121,8 +121,8 @@ def _traces(
     """Trace a forward under each plan; plans with the same choices share a trace."""
     known: list[tuple[dict[Site, Compressor | Keep], _Trace]] = []
     found: list[_Trace] = []
-    for place, plan in enumerate(plans, 1):
-        progress("a forward under each scheme", place, len(plans))
+    for number, plan in enumerate(plans, 1):
+        progress("a forward under each scheme", number, len(plans))
         same = (
             trace
             for choices, trace in known
@@ -131,7 +131,7 @@ def _traces(
         if (trace := next(same, None)) is None:
             choices: dict[Site, Compressor | Keep] = {}
             records = plan.trace(model, batch, choices)
-            trace = [SavedTensor(r, choices.get(r.site, _NOT_ASKED)) for r in records]
+            trace = [SavedTensor(r, choices.get(r.site, _NOT_REQUESTED)) for r in records]
             known.append((choices, trace))
         found.append(trace)
     return found
@@ -281,7 +281,7 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
     packed = False
     for saved in tensors:
         chosen = saved.choice if saved.source else _at(saved.choice, saved, widths)
-        if saved.record.shape and chosen != _NOT_ASKED:
+        if saved.record.shape and chosen != _NOT_REQUESTED:
             choices[saved.record.site] = chosen
         if isinstance(chosen, Keep) or not saved.record.compressor:
             continue

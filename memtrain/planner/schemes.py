@@ -7,7 +7,7 @@ from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
 LOSSLESS = "lossless"
 BALANCED = "balanced"
-AGAIN = "recompute"
+RECOMPUTED = "recompute"
 """Option of a block: the backward recomputes it from its inputs."""
 CODES, GROUPS, ONLY_CODES, ONLY_GROUPS = "codes", "groups", "only codes", "only groups"
 SCHEMES = (KEEP, BALANCED, CODES, GROUPS, ONLY_CODES, ONLY_GROUPS)

@@ -292,9 +292,9 @@ def _plan(
     plan = rules.make_plan(model, optimizer, config)
     choices: dict[Site, Compressor | Keep] = {}
     with conditions(model, step):
-        asked = {record.site.name for record in plan.trace(model, batch, choices)}
-        asked |= {site.name for site in choices}
-        sites = {name: spec for name, spec in config.activations.sites.items() if name in asked}
+        names = {record.site.name for record in plan.trace(model, batch, choices)}
+        names |= {site.name for site in choices}
+        sites = {name: spec for name, spec in config.activations.sites.items() if name in names}
         activations = replace(config.activations, sites=sites)
         config = replace(config, activations=activations)
         return rules.make_plan(model, optimizer, config, batch=batch)

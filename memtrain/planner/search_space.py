@@ -15,7 +15,7 @@ from memtrain.planner.cost_model import Work, measure_forward
 from memtrain.planner.goal import Goal, Progress, silent
 from memtrain.planner.knapsack import Item, Option, Segment
 from memtrain.planner.saved_tensors import saved_items
-from memtrain.planner.schemes import AGAIN
+from memtrain.planner.schemes import RECOMPUTED
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def gather(
     plan = make_plan(model, optimizer, replace(config, activations=keep))
     paths = blocks_of(model) if "recompute" in goal.names else []
     work = measure_forward(model, batch, paths)
-    again: dict[str, Option] = {}
+    recomputed: dict[str, Option] = {}
     with conditions(model, goal.options):
         items = saved_items(
             plan, model, batch, quantise="quantise" in goal.names, progress=progress
@@ -58,8 +58,8 @@ def gather(
         if paths:
             for path, nbytes in _input_bytes(plan, model, batch, paths).items():
                 seconds = goal.rates.seconds(work.get(path, Work()))
-                again[path] = Option(seconds, nbytes, name=AGAIN)
-    return SearchSpace(_segments(model, items, paths, again), work[""], plan)
+                recomputed[path] = Option(seconds, nbytes, name=RECOMPUTED)
+    return SearchSpace(_segments(model, items, paths, recomputed), work[""], plan)
 
 
 def _input_bytes(plan: Plan, model: nn.Module, batch: Any, paths: list[str]) -> dict[str, int]:
@@ -74,7 +74,7 @@ def _input_bytes(plan: Plan, model: nn.Module, batch: Any, paths: list[str]) -> 
 
 
 def _segments(
-    model: nn.Module, items: Sequence[Item], paths: Sequence[str], again: Mapping[str, Option]
+    model: nn.Module, items: Sequence[Item], paths: Sequence[str], recomputed: Mapping[str, Option]
 ) -> list[Segment]:
     """Sort items into blocks; items between two blocks are a segment that cannot be recomputed."""
     segments: list[Segment] = []
@@ -86,7 +86,7 @@ def _segments(
             if known is not None:
                 known.items.append(item)
                 continue
-            segments.append(Segment([], again.get(owner) if owner else None, name=owner))
+            segments.append(Segment([], recomputed.get(owner) if owner else None, name=owner))
         segments[-1].items.append(item)
     sizes = {name: p.nbytes for name, p in model.named_parameters() if p.requires_grad}
     rest = sum(sizes.values())

@@ -124,10 +124,10 @@ def assign(graph: Graph, config: Precision) -> tuple[Names, Names]:
         return _operator_assignment(tensors, config)
     if config.assignment != SIZE_ORDERED:
         return Names(), Names()
-    own, chosen = group_elements(graph), set[int]()
+    sizes, chosen = group_elements(graph), set[int]()
     # The earlier of equal groups comes first.
-    for group in sorted(sorted(own.keys() - high), key=own.__getitem__, reverse=True):
-        if sum(own[one] for one in chosen) >= config.ratio * graph.elements:
+    for group in sorted(sorted(sizes.keys() - high), key=sizes.__getitem__, reverse=True):
+        if sum(sizes[one] for one in chosen) >= config.ratio * graph.elements:
             break
         chosen.add(group)
     return _all_low([tensor for tensor in tensors if tensor.group in chosen])

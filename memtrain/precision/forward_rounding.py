@@ -125,15 +125,15 @@ class ForwardRounding(RoundingMode):
         args, kwargs = super().arguments(module, name, args, kwargs)
         if name.strip("_") in METADATA:
             return args, kwargs
-        written = args[0] if args and writes(name, kwargs) else None
-        named = {key: self._read(x, written) for key, x in kwargs.items()}
-        return [self._read(x, written) for x in args], named
+        target = args[0] if args and writes(name, kwargs) else None
+        named = {key: self._read(x, target) for key, x in kwargs.items()}
+        return [self._read(x, target) for x in args], named
 
-    def _read(self, x: Any, written: Any) -> Any:
-        # A recursive closure would keep `written` alive until a garbage collection.
+    def _read(self, x: Any, target: Any) -> Any:
+        # A recursive closure would keep `target` alive until a garbage collection.
         if type(x) in (list, tuple):
-            return type(x)(self._read(item, written) for item in x)
-        if not isinstance(x, Tensor) or x is written:
+            return type(x)(self._read(item, target) for item in x)
+        if not isinstance(x, Tensor) or x is target:
             return x
         parameter = self._names.parameter(x)
         return self._weight(x, parameter) if parameter and roundable(x) else x

@@ -75,8 +75,8 @@ class LossScaler:
     def attach_copy(self, optimizer: Optimizer) -> None:
         """Register the hooks if the optimizer steps the copied model."""
         model = self._model()
-        held = {param for group in optimizer.param_groups for param in group["params"]}
-        if model is not None and not held.isdisjoint(model.parameters()):
+        parameters = {param for group in optimizer.param_groups for param in group["params"]}
+        if model is not None and not parameters.isdisjoint(model.parameters()):
             _COPIES.discard(self)
             self.attach(optimizer)
 
@@ -185,8 +185,8 @@ class LossScaler:
     ) -> tuple[bool, bool, dict[str, tuple[float, float]]]:
         """Combine the arguments of all processes by one all-reduce."""
         names = [tensor.name for tensor in self.state.graph.tensors] if self.state.graph else []
-        own = [shares.get(name, (0, 0)) for name in names]
-        numbers = [float(overflow), float(bad_loss), *(number for pair in own for number in pair)]
+        pairs = [shares.get(name, (0, 0)) for name in names]
+        numbers = [float(overflow), float(bad_loss), *(number for pair in pairs for number in pair)]
         table = torch.tensor(numbers, dtype=torch.float64, device=self.device)
         dist.all_reduce(table, group=self.group)
         overflows, bad_losses, *rest = table.tolist()
@@ -196,7 +196,7 @@ class LossScaler:
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         scale = self.state.scale
         if scale.active and is_called_from("torch.amp.grad_scaler"):
-            scale.turn_off("left to the GradScaler that calls the optimizer")
+            scale.disable("left to the GradScaler that calls the optimizer")
         overflowed, self.overflowed = self.overflowed, False
         if not overflowed or scale.off:
             return

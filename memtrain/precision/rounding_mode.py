@@ -8,7 +8,7 @@ from torch.compiler import is_compiling
 from torch.overrides import TorchFunctionMode
 
 from memtrain.activations.intercept.compiler_internals import run_by_tracer
-from memtrain.activations.intercept.replaced_ops import Recogniser, written_out
+from memtrain.activations.intercept.replaced_ops import Recogniser, run_as_one_op
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.precision.tensor_names import TensorNames
 
@@ -43,19 +43,21 @@ class RoundingMode(TorchFunctionMode):
         if type(func) is _GETTER:
             return func(*args, **kwargs)
         module, name = self.module, getattr(func, "__name__", "")
-        if func is written_out:
-            return self._written_out(*args)
+        if func is run_as_one_op:
+            return self._run_as_one_op(*args)
         args, kwargs = self.arguments(module, name, args, kwargs)
         return self.result(module, _op_name(name, args), args, kwargs, func(*args, **kwargs))
 
-    def _written_out(
+    def _run_as_one_op(
         self, recognise: Recogniser, original: Any, module: nn.Module, x: Tensor
     ) -> Any:
         """Run a module as one op, of which only the result is rounded."""
         call = recognise(module, x)
         name = "" if call is None else call.op
         self.arguments(self.module, name, (x,), {})
-        return self.result(self.module, name, (x,), {}, written_out(recognise, original, module, x))
+        return self.result(
+            self.module, name, (x,), {}, run_as_one_op(recognise, original, module, x)
+        )
 
     def attach(self, saved: SavedTensors) -> None:
         """Set the `SavedTensors` of the forwards."""

@@ -37,7 +37,7 @@ class LossScale:
         """Whether gradients are scaled."""
         return self.mode != "none" and not self.off
 
-    def turn_off(self, why: str) -> None:
+    def disable(self, why: str) -> None:
         """Stop scaling permanently."""
         self.off, self.value = why, 1.0
 

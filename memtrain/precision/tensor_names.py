@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
-from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.origin import storage_id, unsupported
 from memtrain.activations.saved.site import Site, tensors_of
 from memtrain.kernels.floats.rounding import DTYPES
 
@@ -114,7 +114,7 @@ class TensorNames:
 
     def _copy_name(self, y: Tensor, x: Tensor) -> None:
         name = self.name_of(x) or self.parameter(x)
-        if name and not foreign(y):
+        if name and not unsupported(y):
             self.assign(y, name)
 
     def _name(self, module: str, op: str, x: Tensor, role: str) -> str:
@@ -139,7 +139,7 @@ def writes(name: str, kwargs: Mapping[str, Any]) -> bool:
 
 def roundable(x: Tensor) -> bool:
     """Return whether a tensor is a tensor of training: more than one float."""
-    return x.dtype in DTYPES and x.numel() > 1 and not foreign(x)
+    return x.dtype in DTYPES and x.numel() > 1 and not unsupported(x)
 
 
 def _flat(result: Any) -> Iterable[Tensor]:

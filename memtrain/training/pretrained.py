@@ -60,9 +60,9 @@ class Pretrained:
         config = read_config(self.path)
         # AutoModelForCausalLM also takes encoders, whose attention sees the tokens to predict.
         if not tasks_of(config, ("CausalLM",))[1]:
-            written = " ".join(config.architectures or ()) or "no architecture"
+            named = " ".join(config.architectures or ()) or "no architecture"
             raise ValueError(
-                f"model=hf:{self.path}: {type(config).__name__} of {written} is not a causal "
+                f"model=hf:{self.path}: {type(config).__name__} of {named} is not a causal "
                 "language model; allowed: a config whose `architectures` names one, or "
                 "model=py:<module>:<function> with data=py:<module>:<function>"
             )

@@ -66,9 +66,9 @@ def table(title: str, summaries: Mapping[str, Mapping[str, Any]]) -> Table:
     flat = {name: _flat(summary) for name, summary in summaries.items()}
     ratio = ratios(summaries)
 
-    def add(label: str, key: str, form: Any, *, last: bool = False) -> None:
+    def add(label: str, key: str, show: Any, *, last: bool = False) -> None:
         cells = [
-            form(values[key]) if values.get(key) is not None else "-" for values in flat.values()
+            show(values[key]) if values.get(key) is not None else "-" for values in flat.values()
         ]
         share = f"{ratio[key]:.3f}" if key in ratio else "-"
         result.add_row(label, *cells, share, end_section=last)

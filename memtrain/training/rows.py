@@ -40,8 +40,8 @@ class Rows:
                 f"(data.validation={validation})"
             )
         order = torch.randperm(count, generator=generator(seed, "split", 0))
-        held_out = min(count - 1, max(1, round(validation * count))) if validation else 0
-        self.parts = {"validation": order[:held_out], "train": order[held_out:].sort().values}
+        split = min(count - 1, max(1, round(validation * count))) if validation else 0
+        self.parts = {"validation": order[:split], "train": order[split:].sort().values}
         self.collate, self.seed, self.unit, self.tokenizer = collate, seed, unit, tokenizer
         self._epoch: tuple[int, Tensor] | None = None
 

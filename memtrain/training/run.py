@@ -151,8 +151,8 @@ class Run:
     @property
     def validations(self) -> int:
         """Batches of a validation; 0 where no data are held out."""
-        asked = self.config.training.eval_batches
-        return min(asked, self.source.batches("validation", self.config.training.batch))
+        requested = self.config.training.eval_batches
+        return min(requested, self.source.batches("validation", self.config.training.batch))
 
     def state(self) -> dict[str, Any]:
         """Return everything that continues this run bit for bit, as plain dicts.

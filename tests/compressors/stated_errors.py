@@ -212,8 +212,8 @@ def lloyd_max(compressor, x, packed, key):
 
 def float_(compressor, x, packed, key):
     with backend("reference"):
-        target = compressor.form.round(x.contiguous(), seed=key.bits()).double()
-    if compressor.form.specials == "none":
+        target = compressor.parsed.round(x.contiguous(), seed=key.bits()).double()
+    if compressor.parsed.specials == "none":
         target = torch.where(target.isinf(), torch.nan, target)
     return target, torch.zeros_like(target)
 

@@ -61,7 +61,7 @@ def saved(x):
     """How graphs hold a tensor in groups of 4 bits."""
     flat, layout = flatten(x)
     group = Group(bits=4)
-    return payload_ops.form_of(group, layout, list(group.compress(flat, key=Key()).tensors))
+    return payload_ops.signature_of(group, layout, list(group.compress(flat, key=Key()).tensors))
 
 
 def payloads():

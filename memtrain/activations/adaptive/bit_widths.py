@@ -48,22 +48,22 @@ class BitWidths:
         Each sample has a sensitivity and a number of elements. A site whose compressor takes one
         width has one sample.
         """
-        owners = [site for site, own in samples.items() for _ in own]
-        pairs = [pair for own in samples.values() for pair in own]
+        owners = [site for site, rows in samples.items() for _ in rows]
+        pairs = [pair for rows in samples.values() for pair in rows]
         sizes = [size for _, size in pairs]
         chosen = allocate(_normalised([c for c, _ in pairs]), sizes, self.average * sum(sizes))
         widths: dict[str, list[int]] = {}
         for owner, width in zip(owners, chosen, strict=True):
             widths.setdefault(owner, []).append(width)
-        for site, own in widths.items():
-            new = tuple(sorted(own, reverse=True))
+        for site, bits in widths.items():
+            new = tuple(sorted(bits, reverse=True))
             if new != self.widths.get(site):
                 self.widths[site] = new
                 self.stale |= {site, *(s for s, leader in self.leaders.items() if leader == site)}
 
     def state_dict(self) -> dict[str, Any]:
         """Give plain dicts and lists for `load_state_dict`."""
-        widths = {site: list(own) for site, own in self.widths.items()}
+        widths = {site: list(bits) for site, bits in self.widths.items()}
         return {"widths": widths, "leaders": {**self.leaders}, "calls": self.calls}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -63,7 +63,7 @@ class GactAdapter:
             found = {site: self._sensitivity(site, gradient, closure) for site in sites}
         self.sensitivities = found
         self.bits.solve({site: [(found[site], sizes[site])] for site in sites})
-        self.interception.record_again()
+        self.interception.record_next()
 
     def _sensitivity(
         self, site: str, gradient: Callable[[Closure], Gradient], closure: Closure

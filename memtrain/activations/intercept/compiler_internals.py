@@ -153,7 +153,7 @@ def compiled_regions(copied: nn.Module, root: str) -> frozenset[str]:
     return frozenset(".".join(filter(None, (root, name))) for name in found)
 
 
-def order_beneath(hooks: dict[int, Any]) -> None:
+def sync_hook_order(hooks: dict[int, Any]) -> None:
     """Give the dict beneath an `OrderedDict` of hooks the same order.
 
     Dynamo of torch 2.11 guards a graph by the hooks in the order of that dict, and refuses its own
@@ -163,7 +163,7 @@ def order_beneath(hooks: dict[int, Any]) -> None:
         >>> from collections import OrderedDict
         >>> hooks = OrderedDict(a=1, b=2)
         >>> hooks.move_to_end("b", last=False)
-        >>> order_beneath(hooks)
+        >>> sync_hook_order(hooks)
         >>> list(dict.keys(hooks))
         ['b', 'a']
     """
@@ -257,10 +257,10 @@ def inlined_call(
     from torch._functorch._aot_autograd.graph_compile import _get_saved_tensor_hook_context
 
     def call(x: Any) -> Any:
-        given: Any = _get_saved_tensor_hook_context()
-        if given is None:  # an op that the compiler runs for itself
+        context: Any = _get_saved_tensor_hook_context()
+        if context is None:  # an op that the compiler runs for itself
             return x
-        return traced(x, given["_fw_graph"], given["_bw_graph"], given["_node"])
+        return traced(x, context["_fw_graph"], context["_bw_graph"], context["_node"])
 
     graph = fx.Graph()
     graph.output(graph.call_function(call, (graph.placeholder("x"),)))
@@ -291,15 +291,17 @@ def static_inputs() -> list[int]:
     raise RuntimeError("a graph is packed by another function than torch's own")
 
 
-def input_places(given: Collection[fx.Node], inputs: list[Tensor | None]) -> dict[int, int]:
+def input_positions(
+    placeholders: Collection[fx.Node], inputs: list[Tensor | None]
+) -> dict[int, int]:
     """Map storages of a graph's inputs to the numbers of the tensors it was traced with."""
-    values = [node.meta["val"] for node in given if is_tensor(node)]
+    values = [node.meta["val"] for node in placeholders if is_tensor(node)]
     storages = {x.untyped_storage()._cdata for x in values}
     found: dict[int, int] = {}
-    for place, x in enumerate(inputs if values else []):
+    for position, x in enumerate(inputs if values else []):
         fake = None if x is None else values[0].fake_mode.fake_tensor_converter._get_memo(x)
         if fake is not None and fake.untyped_storage()._cdata in storages:
-            found.setdefault(fake.untyped_storage()._cdata, place)
+            found.setdefault(fake.untyped_storage()._cdata, position)
     return found
 
 
@@ -315,9 +317,9 @@ def match_names(forward: fx.Graph, backward: fx.Graph) -> None:
     ]
     outputs = forward.output_node().args[0]
     last = cast(Any, outputs)[-len(inputs) :] if inputs else []
-    given, taken = {node.name for node in inputs}, {node.name for node in last}
+    known, taken = {node.name for node in inputs}, {node.name for node in last}
     others = [node for node in inputs if node.name not in taken]
-    for node, output in zip(others, [n for n in last if n.name not in given], strict=False):
+    for node, output in zip(others, [n for n in last if n.name not in known], strict=False):
         for other in backward.nodes:
             if other.name == output.name:
                 other._rename(f"{output.name}_again")

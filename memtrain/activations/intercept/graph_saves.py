@@ -11,7 +11,7 @@ from torch.fx import Graph, Node, map_arg
 
 from memtrain.activations.intercept.compiler_internals import no_modes
 from memtrain.activations.intercept.graph_sites import (
-    OWN_INPUT,
+    MODEL_INPUT,
     GraphSites,
     example,
     is_tensor,
@@ -43,7 +43,7 @@ class GraphSaves:
     """The saved tensors of one graph, while it is being compiled.
 
     The forward is partitioned, and its hooks are inlined one by one, those that pack first.
-    `places` maps storages of the graph's inputs to the inputs of its module.
+    `positions` maps storages of the graph's inputs to the inputs of its module.
     """
 
     def __init__(
@@ -52,10 +52,10 @@ class GraphSaves:
         forward: Graph,
         backward: Graph,
         sites: GraphSites,
-        places: dict[int, int],
+        positions: dict[int, int],
     ) -> None:
         self.saved, self.forward, self.backward, self.sites = saved, forward, backward, sites
-        self._places = places
+        self._positions = positions
         self._number = payload_ops.graph_number()
         outputs = cast(Any, forward.output_node().args[0])
         hooked = [node for node in outputs if sites.is_hooked(node)]
@@ -68,10 +68,12 @@ class GraphSaves:
         self._finished = False
 
     @property
-    def places(self) -> dict[int, int]:
+    def positions(self) -> dict[int, int]:
         """Numbers of storages in the records -> which of its module's inputs they are."""
-        kept, places = self._kept, self._places
-        return {kept[storage]: place for storage, place in places.items() if storage in kept}
+        kept, positions = self._kept, self._positions
+        return {
+            kept[storage]: position for storage, position in positions.items() if storage in kept
+        }
 
     def pack(self, x: Tensor, node: Node) -> Any:
         """Return what the graph holds in place of a saved tensor."""
@@ -81,8 +83,8 @@ class GraphSaves:
         packing = self._packings[node]
         if packing is None:
             return x
-        form, _, key = packing
-        parts = payload_ops.compress_op(x, form, key)
+        signature, _, key = packing
+        parts = payload_ops.compress_op(x, signature, key)
         sizes = [size for size in x.shape if not isinstance(size, int)]
         return [*parts, *sizes]
 
@@ -93,11 +95,11 @@ class GraphSaves:
         packing = self._packings[node]
         if packing is None:
             return packed
-        form, parts, _ = packing
+        signature, parts, _ = packing
         x = node.meta["val"]
         sizes = iter(packed[parts:])
         shape = [size if isinstance(size, int) else next(sizes) for size in x.shape]
-        return payload_ops.decompress(packed[:parts], form, shape, x.dtype)
+        return payload_ops.decompress(packed[:parts], signature, shape, x.dtype)
 
     def _finish(self) -> None:
         """Change what the hooks of the tensors before the last have put into the graphs.
@@ -118,7 +120,7 @@ class GraphSaves:
         site, chosen = self._choose(node, x)
         if isinstance(chosen, Compressor) and not chosen.is_identity:
             try:
-                form, parts, nbytes = _payload(chosen, x)
+                signature, parts, nbytes = _payload(chosen, x)
             except Exception as error:  # noqa: BLE001 (a compressor of the user's own may raise any)
                 chosen = Keep(f"{NO_FAKE}: {type(chosen).__name__}: {error}")
             else:
@@ -126,7 +128,7 @@ class GraphSaves:
                     number, counter = zlib.crc32(site.name.encode()), payload_ops.counter_of(saved)
                     key = (saved.seed, number, counter, self._number, len(self._packings))
                     self._record(site, node, x, nbytes, repr(chosen))
-                    return form, parts, key
+                    return signature, parts, key
                 chosen = Keep("its payload would be no smaller")
         kept = isinstance(chosen, Keep)
         reason, name = (chosen.reason, "") if kept else ("", repr(chosen))
@@ -137,21 +139,21 @@ class GraphSaves:
         """The strictest of the choices for what reads the tensor, and the site that it is for."""
         sites, saved = self.sites, self.saved
         uses = sites.uses(node)
-        places = [*uses] or [sites.site(node)]
+        found = [*uses] or [sites.site(node)]
         why = sites.why_keep(node, uses, saved.options.min_elements)
         if why:
-            return places[0], Keep(why)
+            return found[0], Keep(why)
         if sites.checkpointed(node):
-            place = Site(places[0].module, RECOMPUTE, "input")
-            return place, CHECKPOINT_INPUT
+            site = Site(found[0].module, RECOMPUTE, "input")
+            return site, CHECKPOINT_INPUT
         # Noise may put an element on the other side of a jump of the derivative.
         wide = any(site.op in FAMILIES["@piecewise"] for site in uses) or sites.is_chained(node)
         limit = sites.limit(node)
-        options = [(place, _fit(saved.choose(place), x, limit, wide=wide)) for place in places]
-        place, chosen = max(options, key=lambda option: _strictness(option[1], x))
-        if not isinstance(chosen, Keep) and all(one.op in LOG_PROBABILITIES for one in places):
+        options = [(site, _fit(saved.choose(site), x, limit, wide=wide)) for site in found]
+        site, chosen = max(options, key=lambda option: _strictness(option[1], x))
+        if not isinstance(chosen, Keep) and all(one.op in LOG_PROBABILITIES for one in found):
             chosen = of_logarithms(chosen)  # what reads the values themselves has them whole
-        return place, chosen
+        return site, chosen
 
     def _record(
         self,
@@ -164,13 +166,13 @@ class GraphSaves:
     ) -> None:
         base = stripped(node)
         storage = storage_of(base if is_tensor(base) else node)
-        first = storage not in self._kept and reason != OWN_INPUT
+        first = storage not in self._kept and reason != MODEL_INPUT
         number = self._kept.setdefault(storage, len(self._kept))
         nbytes = storage_nbytes(node) if first else 0
         dtype = str(x.dtype).removeprefix("torch.")
-        held = nbytes if planned is None else planned
+        planned = nbytes if planned is None else planned
         shape = tuple(x.shape)
-        self.records.append(Record(site, shape, dtype, nbytes, held, compressor, reason, number))
+        self.records.append(Record(site, shape, dtype, nbytes, planned, compressor, reason, number))
 
 
 def _fit(chosen: Compressor | Keep, x: Tensor, limit: int | None, *, wide: bool) -> Any:
@@ -202,8 +204,8 @@ def _strictness(chosen: Compressor | Keep, x: Tensor) -> float:
 def _payload(compressor: Compressor, x: Tensor) -> tuple[str, int, int]:
     """Return the form, the number of tensors and the bytes of a payload."""
     packed, _ = compress(x, compressor, Key())
-    form = payload_ops.form_of(compressor, layout_of(x), [*packed.tensors])
-    return form, len(packed.tensors), packed.nbytes
+    signature = payload_ops.signature_of(compressor, layout_of(x), [*packed.tensors])
+    return signature, len(packed.tensors), packed.nbytes
 
 
 # -- where a graph compresses and decompresses: next to a tensor's other uses ----------------------
@@ -217,14 +219,14 @@ def compress_early(graph: Graph) -> None:
     AOTAutograd puts what a hook packs at the end of the forward, so that all saved tensors would be
     alive there beside their payloads.
     """
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: number for number, node in enumerate(graph.nodes)}
     for node in _calls(graph, torch.ops.memtrain.compress_saved.default):
         saved = node.args[0]
         if isinstance(saved, Node):
-            last = max(_readers(saved, node), key=place.__getitem__)
+            last = max(_readers(saved, node), key=position.__getitem__)
             parts = [user for user in node.users if user.target is getitem]
             for moved in reversed([node, *parts]):
-                if place[last] < place[node]:
+                if position[last] < position[node]:
                     while last.op == last.next.op == "placeholder":  # behind all inputs
                         last = last.next
                     last.append(moved)
@@ -232,10 +234,10 @@ def compress_early(graph: Graph) -> None:
 
 def decompress_late(graph: Graph) -> None:
     """Move each decompressing op in front of the first op that reads what it gives."""
-    place = {node: number for number, node in enumerate(graph.nodes)}
+    position = {node: number for number, node in enumerate(graph.nodes)}
     for node in _calls(graph, *payload_ops.DECOMPRESS):
         if node.users:
-            min(node.users, key=place.__getitem__).prepend(node)
+            min(node.users, key=position.__getitem__).prepend(node)
 
 
 def recompute_attention(graph: Graph, coded: Collection[str]) -> None:
@@ -253,7 +255,7 @@ def recompute_attention(graph: Graph, coded: Collection[str]) -> None:
         with graph.inserting_before(node), no_modes():
             options |= {**masks, **kernel.options}
             new = graph.call_function(kernel.forward, tuple(tensors[:3]), options)
-            values = map_arg((new.args, new.kwargs), lambda given: given.meta["val"])
+            values = map_arg((new.args, new.kwargs), lambda argument: argument.meta["val"])
             new.meta = {**node.meta, "val": kernel.forward(*values[0], **values[1])}
             for index in (0, 1) if not args["dropout_p"] else (1,):  # the mask is gone
                 result = graph.call_function(getitem, (new, index))

@@ -16,7 +16,7 @@ from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.attention import KERNELS
 from memtrain.activations.saved.fit import FLOATS
 from memtrain.activations.saved.flatten import memory_of
-from memtrain.activations.saved.site import OWN_INPUT, UNKNOWN_OP, UNKNOWN_READER, Site
+from memtrain.activations.saved.site import MODEL_INPUT, UNKNOWN_OP, UNKNOWN_READER, Site
 
 aten = torch.ops.aten
 
@@ -125,15 +125,15 @@ class GraphSites:
                 self._ops.setdefault(node.meta["seq_nr"], []).append(node)
         inputs = [node for node in forward.nodes if node.op == "placeholder"]
         self._fixed = {inputs[index] for index in static if index < len(inputs)}
-        given = [node for node in inputs if node not in self._fixed]
+        data_inputs = [node for node in inputs if node not in self._fixed]
         (gradients,) = backward.output_node().args
         wanted = gradients if isinstance(gradients, tuple | list) else ()
         trained = [node for node, grad in zip(inputs, wanted, strict=False) if grad is not None]
-        self.given = set(given)
+        self.data_inputs = set(data_inputs)
         """Inputs that are no parameters or buffers."""
-        self.own: set[int] | None = None
+        self.model_inputs: set[int] | None = None
         """Storages of inputs that the user keeps alive; None: of all of them."""
-        self._fed, self._differentiable = _reached(given), _reached(trained)
+        self._fed, self._differentiable = _reached(data_inputs), _reached(trained)
 
     def is_hooked(self, output: Any) -> bool:
         """Return whether an output of the forward is passed to hooks if it is saved."""
@@ -199,9 +199,10 @@ class GraphSites:
         unknown = next((site.op for site, known in uses.items() if not known), "")
         if unknown:
             return f"{UNKNOWN_OP} {unknown}"
-        if base in self.given and base not in self._differentiable and self._is_own(base):
-            return OWN_INPUT
-        if base in self.given and self.sharded:
+        is_data = base in self.data_inputs
+        if is_data and base not in self._differentiable and self._is_model_input(base):
+            return MODEL_INPUT
+        if is_data and self.sharded:
             return "an input of a sharded module's graph: perhaps a gathered weight"
         if x.numel() < min_elements:
             return f"under {min_elements:,} elements"
@@ -210,8 +211,8 @@ class GraphSites:
         if x.dtype in FLOATS and base not in self._fed:
             return "made of parameters and buffers alone"
         layers = all(site.op in _LAYERS and site.tensor == "input" for site in uses)
-        is_data = layers and bool(uses) and not (self.root and base in self.given)
-        if x.dtype in FLOATS and base not in self._differentiable and not is_data:
+        is_layer_input = layers and bool(uses) and not (self.root and is_data)
+        if x.dtype in FLOATS and base not in self._differentiable and not is_layer_input:
             # else layers read it as their input, whose weights alone have gradients
             return "no gradient reaches it: a mask, or a table of positions"
         if any(site.tensor == "saved" for site in uses):
@@ -230,8 +231,8 @@ class GraphSites:
                 stack = user.meta.get("source_fn_stack")
                 name = source_name(stack)
                 known = bool(stack) and _is_known(stack[-1][1], name)
-                own = name == op and user.meta.get("seq_nr") == base.meta.get("seq_nr")
-                if own or (known and name in _SAME_VALUES):
+                is_same = name == op and user.meta.get("seq_nr") == base.meta.get("seq_nr")
+                if is_same or (known and name in _SAME_VALUES):
                     seen.add(user)
                     waiting.append(user)
                 elif not known or (readers is not None and name not in readers):
@@ -248,9 +249,11 @@ class GraphSites:
             return f"a statistic: {SIDE_RATIO} times smaller than what its op reads"
         return ""
 
-    def _is_own(self, given: Node) -> bool:
+    def _is_model_input(self, node: Node) -> bool:
         """Whether an input stays alive anyway: equal modules inside of the model share a graph."""
-        return not self.root and (self.own is None or storage_of(given) in self.own)
+        return not self.root and (
+            self.model_inputs is None or storage_of(node) in self.model_inputs
+        )
 
     def checkpointed(self, saved: Node) -> bool:
         """Return whether activation checkpointing in the graph starts from the tensor."""

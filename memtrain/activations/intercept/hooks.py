@@ -25,20 +25,20 @@ from memtrain.activations.intercept.compiler_internals import (
     INSIDE,
     compiled_call,
     compiled_regions,
-    order_beneath,
     run_by_tracer,
     run_untraced,
+    sync_hook_order,
 )
 from memtrain.activations.intercept.inlined_hooks import CompiledGraphs
 from memtrain.activations.intercept.op_mode import OpMode, modes_of
 from memtrain.activations.intercept.recompute import Recompute
 from memtrain.activations.intercept.reentrancy import (
     calls_itself,
-    foreign_hooks,
     saves,
     suspend_others,
     suspended,
     top_hooks,
+    why_inactive,
 )
 from memtrain.activations.intercept.replaced_ops import (
     Replacements,
@@ -157,7 +157,7 @@ class Interception:
                 module.register_forward_pre_hook(hooked.before, with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
-            order_beneath(module._forward_hooks)
+            sync_hook_order(module._forward_hooks)
             if type(module) not in self._classes and replace_forward(type(module)):
                 self._classes.add(type(module))
         self.recompute.attach(self.model)
@@ -184,7 +184,7 @@ class Interception:
             self._after(module, args, output)
         return output
 
-    def record_again(self) -> None:
+    def record_next(self) -> None:
         """Record the saved tensors of the next forward."""
         self._recorded = set()
 
@@ -238,9 +238,9 @@ class Interception:
         saving = self.compresses and self._may_start(name)
         rounds = self.rounding is not None and (saving or self._may_round())
         idles = rounds or (self.saved.options.low is not None and self._may_round())
-        given = (args, kwargs)
+        arguments = (args, kwargs)
         if self.rounding is not None and rounds:
-            given = self.rounding.begin(self.model, name, args, kwargs)
+            arguments = self.rounding.begin(self.model, name, args, kwargs)
         if not (saving or idles):
             return None
         self.replacements.idle = not saving
@@ -251,7 +251,7 @@ class Interception:
         self._modes = modes_of(self.replacements, self.saved if saving else None, rounding)
         self._outer = (name, saving)
         self._enter()
-        return given if rounds else None
+        return arguments if rounds else None
 
     def _enter(self) -> None:
         for mode in self._modes:
@@ -302,9 +302,9 @@ class Interception:
 
     def _claim(self, name: str) -> bool:
         """Acquire the interception for this thread; return False if another live thread has it."""
-        own = get_ident()
-        owner = self._thread.setdefault("ident", own)  # at once: no thread comes between
-        if owner == own:
+        ident = get_ident()
+        owner = self._thread.setdefault("ident", ident)  # at once: no thread comes between
+        if owner == ident:
             return True
         # Autograd's own threads, where modules run again on CUDA, are found among frames alone; one
         # that waits at Python's prompt, among threads alone.
@@ -327,7 +327,7 @@ class Interception:
         modes = _get_current_function_mode_stack()
         if any(isinstance(mode, OpMode) and mode.saved is not None for mode in modes):
             return False  # the forward of another wrapped model, which sees these ops
-        why = foreign_hooks()
+        why = why_inactive()
         if why and not self._path:
             self._record(f"outside: {name}", [_untouched(name, why)])
         return not why
@@ -340,17 +340,17 @@ class Interception:
     def _start(self, name: str, module: nn.Module, inputs: Any) -> None:
         # A submodule called on its own may be given what another one made: not the user's to keep.
         tensors = [x for x in tree_leaves(inputs) if isinstance(x, Tensor)]
-        given = [x for x in tensors if x.grad_fn is None or module is self._model()]
+        user_inputs = [x for x in tensors if x.grad_fn is None or module is self._model()]
         watch = self.saved.watch
         if watch is not None and watch.begin(self.saved.step):
-            self.record_again()
-        own = [*self.model.parameters(), *self.model.buffers()]
-        self.trained = [*map(id, [x for x in own if x.requires_grad])]
-        self.saved.begin(own, given, tensors, name not in self._recorded)
+            self.record_next()
+        parameters = [*self.model.parameters(), *self.model.buffers()]
+        self.trained = [*map(id, [x for x in parameters if x.requires_grad])]
+        self.saved.begin(parameters, user_inputs, tensors, name not in self._recorded)
         model = self._model()
         is_copy = model is not None and model.get_submodule(name) is not module
         self.graphs.regions = compiled_regions(module, name) if is_copy else frozenset()
-        self.graphs.begin(given)
+        self.graphs.begin(user_inputs)
 
     def _stop(self, *, completed: bool, output: Any = None) -> None:
         if self._outer is None:
@@ -404,20 +404,20 @@ class _Hooked:
         inside = owner._outer is not None and owner._thread.get("ident") == get_ident()
         if (not inside or module is owner._model()) and not owner._is_ours(name, module):
             return None
-        given = None
+        arguments = None
         if owner._outer is None:
-            given = owner._begin(name, module, args, kwargs)
+            arguments = owner._begin(name, module, args, kwargs)
         owner._name(name)
         regions = owner.graphs.regions
         compiled = compiled_call(module) or name.endswith(INSIDE) or name in regions
         compiled = compiled and owner._outer is not None and bool(owner._modes)
         if compiled and _get_current_function_mode() is owner._modes[-1]:
             owner._exit()  # asked about tensors under a mode, torch would call it each time
-            owner.graphs.called(name, *(given or (args, kwargs)))
+            owner.graphs.called(name, *(arguments or (args, kwargs)))
         else:
             compiled = False
         owner._path.append((name, module, compiled))
-        return given
+        return arguments
 
 
 run_untraced(_Hooked.before, Interception._after)

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.intercept import compiler_internals as internals
 from memtrain.activations.intercept.graph_saves import GraphSaves
-from memtrain.activations.intercept.graph_sites import OWN_INPUT, GraphSites
+from memtrain.activations.intercept.graph_sites import MODEL_INPUT, GraphSites
 from memtrain.activations.intercept.reentrancy import is_free
-from memtrain.activations.saved.origin import foreign
+from memtrain.activations.saved.origin import unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Record
 
@@ -60,12 +60,12 @@ class CompiledGraphs:
         self._modules: tuple[fx.GraphModule, fx.GraphModule] | None = None
         self._open: list[GraphSaves] = []
         # Of the forward's modules that are compiled by themselves: the tensors that each is given.
-        self._given: dict[str, _Tensors] = {}
+        self._inputs: dict[str, _Tensors] = {}
         # What the user gave the forward, and keeps alive; None where none began outside of Dynamo.
-        self._own: _Tensors | None = None
+        self._model_inputs: _Tensors | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_given", "_own")
+        runtime = ("_modules", "_open", "_inputs", "_model_inputs")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -74,19 +74,21 @@ class CompiledGraphs:
 
     def begin(self, inputs: Sequence[Tensor]) -> None:
         """Begin a forward outside of graphs."""
-        self._own = _watched(inputs) if internals.is_dynamo_imported() else []
+        self._model_inputs = _watched(inputs) if internals.is_dynamo_imported() else []
 
     def end(self) -> list[Record]:
         """End the forward; return the records of the graphs that were compiled in it."""
         graphs, self._open = self._open, []
-        given, self._given = self._given, {}
-        own, self._own = self._own or [], None
-        if given and not self.compiled:
+        inputs, self._inputs = self._inputs, {}
+        model_inputs, self._model_inputs = self._model_inputs or [], None
+        if inputs and not self.compiled:
             self.why = self.why or EQUAL
         if not graphs:
             return []
-        storages = {path: [storage.cdata for _, storage in xs] for path, xs in given.items()}
-        return records_of(graphs, self.model(), storages, {storage.cdata for _, storage in own})
+        storages = {path: [storage.cdata for _, storage in xs] for path, xs in inputs.items()}
+        return records_of(
+            graphs, self.model(), storages, {storage.cdata for _, storage in model_inputs}
+        )
 
     def _hooks(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._modules is None:  # one pair for good
@@ -95,10 +97,10 @@ class CompiledGraphs:
 
     def called(self, path: str, args: Any, kwargs: Any) -> None:
         """Note the inputs of a compiled module: other modules may share them."""
-        if self._own is not None:
+        if self._model_inputs is not None:
             values = (*args, *kwargs.values())
             flat = {*map(type, values)} <= _LEAVES  # mostly: pytrees take longer than the rest
-            self._given[path] = _watched(values if flat else tree_leaves(values))
+            self._inputs[path] = _watched(values if flat else tree_leaves(values))
 
     def claim(self) -> None:
         """Compress the saved tensors of a graph that is traced outside of a known forward.
@@ -122,7 +124,7 @@ class CompiledGraphs:
 
         @wraps(compiler)
         def inner(*args: Any, **kwargs: Any) -> Any:
-            inside = self._own is not None
+            inside = self._model_inputs is not None
             if not inside:
                 self.root = ""
             self.compiled = True
@@ -159,16 +161,20 @@ class CompiledGraphs:
             internals.static_inputs(),
             sharded=any(_is_sharded(module) for module in self.model().modules()),
         )
-        places = internals.input_places(sites.given, _alive(self._given.get(self.root, [])))
-        if self._own is not None:
-            sites.own = {*internals.input_places(sites.given, _alive(self._own))}
-        self._open.append(GraphSaves(self.saved, forward, backward, sites, places))
+        positions = internals.input_positions(
+            sites.data_inputs, _alive(self._inputs.get(self.root, []))
+        )
+        if self._model_inputs is not None:
+            sites.model_inputs = {
+                *internals.input_positions(sites.data_inputs, _alive(self._model_inputs))
+            }
+        self._open.append(GraphSaves(self.saved, forward, backward, sites, positions))
         return self._open[-1]
 
 
 def _watched(values: Iterable[Any]) -> _Tensors:
     """References to those of some values that are tensors, none of which stays alive by them."""
-    tensors = (x for x in values if isinstance(x, Tensor) and not foreign(x))
+    tensors = (x for x in values if isinstance(x, Tensor) and not unsupported(x))
     return [(weakref.ref(x), StorageWeakRef(x.untyped_storage())) for x in tensors]
 
 
@@ -186,28 +192,32 @@ def _is_sharded(module: nn.Module) -> bool:
 def records_of(
     graphs: Sequence[GraphSaves],
     model: nn.Module,
-    given: Mapping[str, Sequence[int]],
-    own: Container[int],
+    inputs_by_path: Mapping[str, Sequence[int]],
+    model_inputs: Container[int],
 ) -> list[Record]:
     """Return the records of the graphs of one forward, also where modules share a graph.
 
-    Graphs are in the order in which they were compiled. `given` maps the path of a module that is
-    compiled by itself and was called to the storages of its inputs; `own` are storages that the
-    user keeps alive.
+    Graphs are in the order in which they were compiled. `inputs_by_path` maps the path of a called,
+    compiled module to the storages of its inputs. The user keeps the storages in `model_inputs`
+    alive.
     """
     found: list[Record] = []
     counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
     for graph in graphs:
-        for path in [graph.sites.root, *_siblings(graph.sites.root, graphs, model, given)]:
+        for path in [graph.sites.root, *_siblings(graph.sites.root, graphs, model, inputs_by_path)]:
             offset = 1 + max((record.storage for record in found), default=0)
-            inputs = given.get(path, [])
+            inputs = inputs_by_path.get(path, [])
             for record in graph.records:
-                place = graph.places.get(record.storage, len(inputs))
+                position = graph.positions.get(record.storage, len(inputs))
                 moved = _moved(record, graph.sites.root, path, offset)
-                if place < len(inputs) and inputs[place] in own and record.planned == record.nbytes:
-                    moved = moved._replace(nbytes=0, planned=0, reason=OWN_INPUT)
-                elif place < len(inputs):
-                    moved = _once(moved, inputs[place], counted)
+                if (
+                    position < len(inputs)
+                    and inputs[position] in model_inputs
+                    and record.planned == record.nbytes
+                ):
+                    moved = moved._replace(nbytes=0, planned=0, reason=MODEL_INPUT)
+                elif position < len(inputs):
+                    moved = _once(moved, inputs[position], counted)
                 found.append(moved)
     return found
 
@@ -223,11 +233,11 @@ def _siblings(
     modules = dict(model.named_modules())
     if not root or root not in compiled or root not in modules:  # of a model that is gone
         return []
-    own, roots = modules[root], {graph.sites.root for graph in graphs}
+    original, roots = modules[root], {graph.sites.root for graph in graphs}
     equal = [
         name
         for name, module in modules.items()
-        if name and name in compiled and _equal(module, own)
+        if name and name in compiled and _equal(module, original)
     ]
     found: list[str] = []
     latest = next(name for name in equal if name in roots)
@@ -247,19 +257,19 @@ def _moved(record: Record, root: str, path: str, offset: int) -> Record:
     return record._replace(site=site, storage=record.storage + offset)
 
 
-def _once(record: Record, given: int, counted: dict[int, tuple[int, bool]]) -> Record:
+def _once(record: Record, storage: int, counted: dict[int, tuple[int, bool]]) -> Record:
     """The record of a storage that other modules are given too, without what they count of it.
 
-    The record has the bytes of its own graph, and `given` identifies the storage within the
+    The record has the bytes of its graph, and `storage` identifies the storage within the
     forward. `counted` maps it to its number and to whether it is kept; it is updated.
     """
     kept = record.planned == record.nbytes
-    if given not in counted:
+    if storage not in counted:
         if record.nbytes:
-            counted[given] = record.storage, kept
+            counted[storage] = record.storage, kept
         return record
-    number, alive = counted[given]
-    counted[given] = number, alive or (kept and record.nbytes > 0)
+    number, alive = counted[storage]
+    counted[storage] = number, alive or (kept and record.nbytes > 0)
     planned = 0 if kept and alive else record.planned
     return record._replace(nbytes=0, planned=planned, storage=number)
 

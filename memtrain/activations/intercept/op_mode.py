@@ -17,9 +17,9 @@ from memtrain.activations.intercept.reentrancy import top_hooks, top_pair
 from memtrain.activations.intercept.replaced_ops import Replacements
 from memtrain.activations.saved.aliases import callables
 from memtrain.activations.saved.known_ops import ATTENTION, UNSCALED_ATTENTION, WIDE, WIDE_ATTENTION
-from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.origin import storage_id, unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
-from memtrain.activations.saved.site import FOREIGN_HOOKS, Site
+from memtrain.activations.saved.site import OTHER_HOOKS, Site
 from memtrain.activations.saved.store import is_unwritten, mark_unwritten, storage_of
 
 _EXPOSING = (
@@ -45,7 +45,7 @@ INSIDE = (
     "approximate, and so is what the model makes of it, also in evaluation. Keep these tensors by "
     "activations.exceptions, or wrap with the preset optimizer_only"
 )
-_OWN_LIBRARIES = ("aten", "prim", "prims")
+_TORCH_LIBRARIES = ("aten", "prim", "prims")
 _GETTER = type(Tensor.shape.__get__)  # pyright: ignore[reportAttributeAccessIssue]
 _QUERIES = callables("size", "stride", "dim", "numel", "is_floating_point", "__len__")
 
@@ -80,7 +80,7 @@ class OpMode(TorchFunctionMode):
         hooked = saved is not None and self._before(saved, func, args, kwargs)
         marked: list[tuple[Tensor, int]] = []
         for x in args if saved is not None and func in _READS else ():
-            if isinstance(x, Tensor) and not foreign(x) and is_unwritten(x):
+            if isinstance(x, Tensor) and not unsupported(x) and is_unwritten(x):
                 marked.append((x, x._version))
         result = self._run(func, args, kwargs)
         for x, version in marked:
@@ -110,7 +110,8 @@ class OpMode(TorchFunctionMode):
         elif func in _ADDRESS:
             _wrote(saved, args[0])
         elif (
-            isinstance(func, OpOverload | OpOverloadPacket) and _library(func) not in _OWN_LIBRARIES
+            isinstance(func, OpOverload | OpOverloadPacket)
+            and _library(func) not in _TORCH_LIBRARIES
         ):
             for x in (*args, *kwargs.values()):
                 if isinstance(x, Tensor):
@@ -127,7 +128,7 @@ class OpMode(TorchFunctionMode):
         hooks = top_hooks()
         checkpoint = getattr(hooks, "__module__", "") == torch.utils.checkpoint.__name__
         if saved.under_hooks(hooks is not None) and not checkpoint and saved.records is not None:
-            saved.records.note(Site(self.module, "*", "*"), FOREIGN_HOOKS)
+            saved.records.note(Site(self.module, "*", "*"), OTHER_HOOKS)
 
 
 def modes_of(replacements: Replacements, saved: SavedTensors | None, rounding: Any) -> list[Any]:
@@ -144,13 +145,13 @@ def _run(func: Any, args: Sequence[Any], kwargs: Any) -> Any:
 
 def _expose(saved: SavedTensors, x: Tensor) -> None:
     """Keep a tensor whose memory was exposed: later writes may bypass the version counter."""
-    if not foreign(x) and (number := storage_id(x)) not in saved.parameters:
+    if not unsupported(x) and (number := storage_id(x)) not in saved.parameters:
         storage_of(saved.store, x, number).keep(x.detach())
 
 
 def _wrote(saved: SavedTensors, x: Tensor) -> None:
     """Invalidate cached payloads of a storage whose address was read, and may be written."""
-    if not foreign(x) and (storage := saved.store.get(storage_id(x))) is not None:
+    if not unsupported(x) and (storage := saved.store.get(storage_id(x))) is not None:
         storage.epoch += 1
         if type(x) is not FakeTensor:
             x.untyped_storage().data_ptr()  # removes the mark of `mark_unwritten`

@@ -14,12 +14,12 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
-from memtrain.activations.intercept.compiler_internals import order_beneath
+from memtrain.activations.intercept.compiler_internals import sync_hook_order
 from memtrain.activations.saved.fit import fit
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import Kept
 from memtrain.activations.saved.known_ops import LINEAR
-from memtrain.activations.saved.origin import foreign, in_transform, is_parameter
+from memtrain.activations.saved.origin import in_transform, is_parameter, unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import CHECKPOINT_INPUT, RECOMPUTE, Site
 from memtrain.compressors import Compressor, Keep
@@ -139,7 +139,7 @@ class Recompute:
                 module.register_forward_pre_hook(partial(self._before, name), with_kwargs=True),
                 module.register_forward_hook(self._after, prepend=True, always_call=True),
             ]
-            order_beneath(module._forward_hooks)
+            sync_hook_order(module._forward_hooks)
 
     def detach(self) -> None:
         """Remove the hooks; existing graphs still recompute."""
@@ -159,12 +159,12 @@ class Recompute:
             return None
         self.called.add(name)
         stack = self._running.setdefault(threading.get_ident(), [])
-        given = None if self._inactive() else without_caches(module, args, kwargs)
-        if given is None:
+        call = None if self._inactive() else without_caches(module, args, kwargs)
+        if call is None:
             stack.append((module, ExitStack()))
             return None
-        args, kwargs = given
-        leaves, form = tree_flatten((args, kwargs))
+        args, kwargs = call
+        leaves, spec = tree_flatten((args, kwargs))
         kept: dict[int, Any] = {}  # a tensor that is given twice is one tensor again
         with torch._C.DisableTorchFunction():
             for leaf in leaves:
@@ -173,30 +173,30 @@ class Recompute:
                     wanted = self.inputs if leaf.requires_grad else CHECKPOINT_INPUT
                     handle = _handle(self.saved, Site(name, RECOMPUTE, role), leaf, wanted)
                     kept[id(leaf)] = handle or Kept(leaf, leaf.detach()), leaf.requires_grad
-        places = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
+        positions = [id(leaf) if isinstance(leaf, Tensor) else None for leaf in leaves]
         others = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         del leaves, args, kwargs
 
-        def again() -> None:
+        def rerun_forward() -> None:
             found = {
-                place: one.unpack().detach().requires_grad_(requires_grad)
-                for place, (one, requires_grad) in kept.items()
+                position: one.unpack().detach().requires_grad_(requires_grad)
+                for position, (one, requires_grad) in kept.items()
             }
-            given = [
-                other if place is None else found[place]
-                for place, other in zip(places, others, strict=True)
+            inputs = [
+                other if position is None else found[position]
+                for position, other in zip(positions, others, strict=True)
             ]
-            args, kwargs = tree_unflatten(given, form)
+            args, kwargs = tree_unflatten(inputs, spec)
             with _buffers_kept(module):
                 self.rerun(name, module, args, kwargs)
 
-        generator = _checkpoint_without_reentrant_generator(again, *_TORCH)
+        generator = _checkpoint_without_reentrant_generator(rerun_forward, *_TORCH)
         with torch._C.DisableTorchFunction():  # its ops are not the model's
             next(generator)
         contexts = ExitStack()
         contexts.callback(next, generator, None)  # takes its saved-tensor hooks off
         stack.append((module, contexts))
-        return given
+        return call
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
         if torch.compiler.is_compiling():
@@ -221,7 +221,7 @@ class Recompute:
 
 def _handle(saved: SavedTensors, site: Site, x: Tensor, chosen: Compressor | Keep) -> Any:
     """Return the handle of an input; None where it is kept."""
-    if foreign(x):
+    if unsupported(x):
         return None
     if isinstance(chosen, Compressor):
         chosen = fit(chosen, LINEAR, x.dtype, None)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from memtrain.activations.saved.origin import in_transform
-from memtrain.activations.saved.site import FOREIGN_HOOKS, IN_TRANSFORM
+from memtrain.activations.saved.site import IN_TRANSFORM, OTHER_HOOKS
 
 _HOOKS: Any = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
 top_pair = _HOOKS._top_saved_tensors_default_hooks
@@ -53,10 +53,10 @@ def _in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def foreign_hooks() -> str:
+def why_inactive() -> str:
     """Return why memtrain may not pack saved tensors, or an empty string."""
     if top_hooks() is not None:
-        return FOREIGN_HOOKS
+        return OTHER_HOOKS
     if in_transform():
         return IN_TRANSFORM
     return ""

@@ -21,10 +21,10 @@ from memtrain.activations.intercept.reentrancy import top_hooks
 from memtrain.activations.ops import cross_entropy, dropout, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
-from memtrain.activations.ops.written_forms import defined
+from memtrain.activations.ops.method_sources import defined
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.aliases import callables
-from memtrain.activations.saved.origin import foreign, in_transform
+from memtrain.activations.saved.origin import in_transform, unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Site
 from memtrain.activations.saved.store import is_unwritten, mark_unwritten
@@ -58,9 +58,9 @@ def _is_aten(function: Any) -> bool:
 
 def _replaced() -> Iterator[tuple[Any, tuple[Recognise, str]]]:
     for name in nonlinear.NAMES:
-        for form in (name, f"{name}_"):
-            for function in callables(form):
-                yield function, (nonlinear.recognise, form)
+        for name_or_in_place in (name, f"{name}_"):
+            for function in callables(name_or_in_place):
+                yield function, (nonlinear.recognise, name_or_in_place)
     # Of other ops only torch's public functions, whose order of arguments the recognisers know.
     public: dict[Recognise, tuple[str, ...]] = {
         norms.recognise: ("layer_norm", "group_norm", "rms_norm"),
@@ -75,10 +75,10 @@ def _replaced() -> Iterator[tuple[Any, tuple[Recognise, str]]]:
     yield functional.batch_norm, (norms.recognise, "batch_norm")
     yield functional.instance_norm, (norms.recognise, "instance_norm")
     yield functional.cross_entropy, (cross_entropy.recognise, "cross_entropy")
-    yield written_out, (_recognise_written, "")
+    yield run_as_one_op, (_recognise_one_op, "")
 
 
-def _recognise_written(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
+def _recognise_one_op(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     recognise, _, module, x = args
     return recognise(module, x)
 
@@ -88,10 +88,10 @@ def recogniser(cls: type[nn.Module]) -> Recogniser | None:
 
     The class is known by the source of its forward; None for any other.
     """
-    if (op := nonlinear.form_of(cls)) is not None:
+    if (op := nonlinear.op_of(cls)) is not None:
         return partial(nonlinear.recognise_module, op)
-    if (form := norms.form_of(cls)) is not None:
-        return partial(norms.recognise_module, form)
+    if (variant := norms.variant_of(cls)) is not None:
+        return partial(norms.recognise_module, variant)
     return None
 
 
@@ -115,7 +115,7 @@ def replace_forward(cls: type[nn.Module]) -> bool:
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         is_one_op = type(self) is cls and len(args) == 1 and not kwargs and not is_compiling()
         if is_one_op and _takes(recognise, self, args[0]):
-            return written_out(recognise, original, self, args[0])
+            return run_as_one_op(recognise, original, self, args[0])
         return original(self, *args, **kwargs)
 
     forward.original = original  # pyright: ignore[reportAttributeAccessIssue]
@@ -131,10 +131,10 @@ def restore_forward(cls: type[nn.Module]) -> None:
         cls.forward = original
 
 
-def written_out(recognise: Recogniser, original: Any, module: nn.Module, x: Tensor) -> Any:
+def run_as_one_op(recognise: Recogniser, original: Any, module: nn.Module, x: Tensor) -> Any:
     """Run the original forward of a module as one torch function, which modes see."""
     if has_torch_function_unary(x):
-        return handle_torch_function(written_out, (x,), recognise, original, module, x)
+        return handle_torch_function(run_as_one_op, (x,), recognise, original, module, x)
     return original(module, x)
 
 
@@ -167,7 +167,7 @@ class Replacements:
             if call is not None and chosen is not None:
                 if call.accepts(chosen):
                     return self._replace(call, chosen, function, args, kwargs)
-                if function is written_out and call.plain is not None:
+                if function is run_as_one_op and call.plain is not None:
                     return call.plain(call.x)
         return function(*args, **kwargs)
 
@@ -207,7 +207,7 @@ class Replacements:
         if not x.requires_grad or not x.is_floating_point() or self.saved.is_small(x):
             return None
         # Inside someone's activation checkpointing, or forward-mode differentiation.
-        if foreign(x) or top_hooks() is not None or in_transform():
+        if unsupported(x) or top_hooks() is not None or in_transform():
             return None
         if call.tensor == "input" and call.op not in _SAVE_RESULTS and self.saved.is_kept(x):
             return None  # what torch's own form saves is there
@@ -237,7 +237,7 @@ class Replacements:
         saved, y = self.saved, result if isinstance(result, Tensor) else result[0]
         node: Any = y.grad_fn
         above: list[Any] = []  # views and casts
-        while node is not None and type(node) not in known_ops.OWN:
+        while node is not None and type(node) not in known_ops.REPLACED_NODES:
             above.append(node)
             node = node.next_functions[0][0] if node.next_functions else None
         if node is None or node._sequence_nr() < saved.mark:  # of an earlier op

@@ -10,7 +10,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from memtrain.activations.saved.known_ops import OWN
+from memtrain.activations.saved.known_ops import REPLACED_NODES
 
 _EXCEPTION = (
     "keep such ops by activations.exceptions="
@@ -76,7 +76,7 @@ def autograd_function(
     name = forward.__name__.removesuffix("_forward").title().replace("_", "")
     methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
     function = cast("type[Function]", type(name, (Function,), methods))
-    OWN.add(cast(Any, function)._backward_cls)
+    REPLACED_NODES.add(cast(Any, function)._backward_cls)
     in_cpp = cast(Any, super(Function, function)).apply
 
     def apply(x: Tensor, *others: Any) -> Any:
@@ -84,11 +84,11 @@ def autograd_function(
             return function.apply(x, *others)
         return in_cpp(unwrap_if_dead(x), *others)
 
-    def apply_to_many(*given: Any) -> Any:
+    def apply_to_many(*args: Any) -> Any:
         if is_compiling() or _in_transform():
-            return function.apply(*given)
-        live = [None if x is None else unwrap_if_dead(x) for x in given[:tensors]]
-        return in_cpp(*live, *given[tensors:])
+            return function.apply(*args)
+        live = [None if x is None else unwrap_if_dead(x) for x in args[:tensors]]
+        return in_cpp(*live, *args[tensors:])
 
     return apply if tensors == 1 else apply_to_many
 

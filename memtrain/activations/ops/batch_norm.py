@@ -69,9 +69,9 @@ def instance_norm(  # noqa: PLR0913 (torch's own, and the site's)
     args = [None if t is None else t.repeat(n) for t in (weight, bias, *running)]
     flat = x.contiguous().view(1, n * c, *x.shape[2:])
     y = _batch_norm(flat, *args, momentum, eps, compressor, key)
-    for own, new in zip(running, args[2:], strict=True):
-        if own is not None and new is not None:
-            own.detach().copy_(new.view(n, c).mean(0))
+    for old, new in zip(running, args[2:], strict=True):
+        if old is not None and new is not None:
+            old.detach().copy_(new.view(n, c).mean(0))
     return y.view(x.shape)
 
 
@@ -109,10 +109,10 @@ def _batch_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     key: Key,
 ) -> Tensor:
     norm, cudnn = torch._batch_norm_impl_index, torch.backends.cudnn.enabled
-    y, own_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
+    y, batch_mean, rstd, *_ = norm(x, weight, bias, mean, var, True, momentum, eps, cudnn)
     x_hat = y
     if weight is not None or bias is not None:
-        x_hat = _normalised(x, own_mean, rstd)
+        x_hat = _normalised(x, batch_mean, rstd)
         if x_hat is None:
             x_hat = norm(x, None, None, None, None, True, 0.0, eps, cudnn)[0]
     save_compressed(ctx, x_hat, compressor, key, rstd, weight)

@@ -103,8 +103,8 @@ def _cross_entropy_forward(  # noqa: PLR0913 (torch's own, and the site's)
     payloads: list[Payload] = []
     pieces = [*zip(x.split(ctx.rows), target.split(ctx.rows), strict=True)]
     differing = {*_differing(len(pieces))}
-    for place, (logits, classes) in enumerate(pieces):
-        if place not in differing:
+    for index, (logits, classes) in enumerate(pieces):
+        if index not in differing:
             losses.append(torch.empty_like(losses[0]))
             payloads.append(_empty_like(payloads[0]))
             continue
@@ -126,9 +126,9 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     if len(payloads) == 1:
         return _gradient(ctx, payloads[0], scale, classes).to(ctx.dtype), None
     dx = scale.new_empty(ctx.shape, dtype=ctx.dtype)
-    for place in _differing(len(payloads)):
-        rows = slice(place * ctx.rows, (place + 1) * ctx.rows)
-        dx[rows] = _gradient(ctx, payloads[place], scale[rows], classes[rows])
+    for index in _differing(len(payloads)):
+        rows = slice(index * ctx.rows, (index + 1) * ctx.rows)
+        dx[rows] = _gradient(ctx, payloads[index], scale[rows], classes[rows])
     return dx, None
 
 

@@ -56,7 +56,7 @@ def rms_norm(
     shape: Sequence[int],
     weight: Tensor | None = None,
     eps: float | None = None,
-    form: str = "torch",
+    variant: str = "torch",
     *,
     compressor: Compressor,
     key: Key = Key(),  # noqa: B008 (a frozen value)
@@ -67,20 +67,20 @@ def rms_norm(
     `dx = rstd * (g - x_hat * mean(g * x_hat))`, with g = dy * weight.
 
     `eps` is added to the mean square; None stands for the epsilon of the dtype of the arithmetic.
-    `form`, a name in `FORMS`, says how dtypes and the weight are handled; all but "torch" need a
+    `variant`, a name in `VARIANTS`, sets dtypes and the use of the weight; all but "torch" need a
     weight.
 
     Reference:
         Zhang and Sennrich, Root Mean Square Layer Normalization, arXiv:1910.07467.
     """
-    if form not in FORMS:
-        raise ValueError(f"form={form!r}; allowed: {', '.join(FORMS)}")
-    if weight is None and form != "torch":
-        raise ValueError(f"weight=None; allowed with form='torch' only, not with {form!r}")
+    if variant not in VARIANTS:
+        raise ValueError(f"variant={variant!r}; allowed: {', '.join(VARIANTS)}")
+    if weight is None and variant != "torch":
+        raise ValueError(f"weight=None; allowed with variant='torch' only, not with {variant!r}")
     size = list(shape)
-    if form == "torch":
+    if variant == "torch":
         x, weight = as_autocast(lambda t: torch.rms_norm(t, size), (0, *size), x, weight)
-    return _rms_norm(x, weight, size, eps, form, compressor, key)
+    return _rms_norm(x, weight, size, eps, variant, compressor, key)
 
 
 def _llama(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -100,7 +100,7 @@ def _t5(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight * (x_hat.to(weight.dtype) if half else x_hat)
 
 
-FORMS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor] | None] = {
+VARIANTS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor] | None] = {
     "torch": None,
     "llama": _llama,
     "cast_last": _cast_last,
@@ -172,20 +172,20 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     weight: Tensor | None,
     shape: list[int],
     eps: float | None,
-    form: str,
+    variant: str,
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
-    make = FORMS[form]
+    make = VARIANTS[variant]
     double = make is None and x.dtype == torch.float64
     arithmetic = torch.float64 if double else torch.float32
     added = torch.finfo(arithmetic).eps if eps is None else eps
-    ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if form == "gemma" else 0.0
+    ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if variant == "gemma" else 0.0
     codes = compressor.group_codes(key)
-    if codes is not None and _keeps_dtype(form, x.dtype, weight):
-        ctx.output = partial(_rms_norm_output, form, x.dtype, x.dtype)
+    if codes is not None and _keeps_dtype(variant, x.dtype, weight):
+        ctx.output = partial(_rms_norm_output, variant, x.dtype, x.dtype)
         scale = None if weight is None or not ctx.plus else ctx.plus + weight.float()
-        how: dict[str, Any] = {"scale": scale, "narrow": form in ("llama", "t5")}
+        how: dict[str, Any] = {"scale": scale, "narrow": variant in ("llama", "t5")}
         site = (added, compressor, codes)
         y = _fused(ctx, x, shape, weight, None, *site, centred=False, **how)
         if y is not None:
@@ -198,7 +198,7 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     else:
         y = make(x_hat, weight, x.dtype)
     save_compressed(ctx, x_hat.to(x.dtype), compressor, key, rstd, weight)
-    ctx.output = partial(_rms_norm_output, form, x.dtype, y.dtype)
+    ctx.output = partial(_rms_norm_output, variant, x.dtype, y.dtype)
     return y
 
 
@@ -219,24 +219,24 @@ def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _rms_norm = autograd_function(_rms_norm_forward, _rms_norm_backward, tensors=2)
 
 
-def _keeps_dtype(form: str, dtype: torch.dtype, weight: Tensor | None) -> bool:
+def _keeps_dtype(variant: str, dtype: torch.dtype, weight: Tensor | None) -> bool:
     """Return whether the value of a form has the dtype of `x`, as one pass makes it."""
-    if weight is None or form in ("cast_last", "gemma"):
+    if weight is None or variant in ("cast_last", "gemma"):
         return True
-    if form == "t5":
+    if variant == "t5":
         return weight.dtype == dtype
     return torch.promote_types(weight.dtype, dtype) == dtype
 
 
 def _rms_norm_output(
-    form: str,
+    variant: str,
     dtype: torch.dtype,
     result: torch.dtype,
     x_hat: Tensor,
     rstd: Tensor,
     weight: Tensor | None,
 ) -> Tensor:
-    make, x_hat = FORMS[form], _wide(x_hat)
+    make, x_hat = VARIANTS[variant], _wide(x_hat)
     if weight is None or make is None:
         return (x_hat if weight is None else x_hat * weight).to(result)
     return make(x_hat, weight, dtype)
@@ -294,8 +294,8 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
 
 
 def _usual(x: Tensor, shape: Sequence[int], parameter: Tensor | None) -> bool:
-    own = x.shape[-len(shape) :]
+    normalized = x.shape[-len(shape) :]
     if parameter is None:
-        return own == torch.Size(shape)
-    same = own == parameter.shape == torch.Size(shape) and parameter.device == x.device
+        return normalized == torch.Size(shape)
+    same = normalized == parameter.shape == torch.Size(shape) and parameter.device == x.device
     return same and parameter.dtype in (x.dtype, torch.float32)

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from memtrain.activations.ops.call import Call, as_autocast
 from memtrain.activations.ops.fewbit import Value, fewbit
-from memtrain.activations.ops.written_forms import body_of, defined
+from memtrain.activations.ops.method_sources import body_of, defined
 from memtrain.compressors import Compressor, DerivativeCode, Key
 from memtrain.compressors.fewbit.functions import FAMILIES, complete
 from memtrain.compressors.fewbit.register import REGISTERED, Registered
@@ -59,7 +59,7 @@ _WIDE = {"softplus": F.softplus}
 
 # Bodies of `forward` that write a nonlinearity out, as `ast.unparse` writes them with `x` as the
 # argument -> the op.
-_WRITTEN = {
+_SOURCES = {
     "return 0.5 * x * (1.0 + torch.tanh(math.sqrt(2.0 / math.pi) * "
     "(x + 0.044715 * torch.pow(x, 3.0))))": "gelu_tanh",
     "return 0.5 * x * (1.0 + torch.tanh(x * 0.7978845608 * (1.0 + 0.044715 * x * x)))": "gelu_tanh",
@@ -78,22 +78,22 @@ def _call(
     inplace: bool = False,
     parameters: tuple[float, ...] = (),
     table: Value | None = None,
-    written: Callable[[Tensor], Tensor] | None = None,
+    original: Callable[[Tensor], Tensor] | None = None,
 ) -> Call:
     """Return a call of a nonlinearity that keeps derivative codes.
 
     `table` is the function whose derivative's table serves, with its parameters, where that is not
-    the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not). `written` is
+    the op itself (a clamp's gradient passes at its bounds, a hardtanh's does not). `original` is
     what autocast sees of the op where it may run in float32: of several ops, one may.
     """
-    value, written = (op, parameters), written or _WIDE.get(op)
-    run = partial(_run, x, value, table or value, inplace, written)
-    return Call(op, x, run, _is_code, plain=partial(_plain, value, written))
+    value, original = (op, parameters), original or _WIDE.get(op)
+    run = partial(_run, x, value, table or value, inplace, original)
+    return Call(op, x, run, _is_code, plain=partial(_plain, value, original))
 
 
-def _plain(value: Value, written: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
-    if written is not None:
-        (x,) = as_autocast(written, (0,), x)
+def _plain(value: Value, original: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
+    if original is not None:
+        (x,) = as_autocast(original, (0,), x)
     return pointwise.value(value[0], x, value[1])
 
 
@@ -106,7 +106,7 @@ def _run(
     value: Value,
     table: Value,
     inplace: bool,
-    written: Callable[[Tensor], Tensor] | None,
+    original: Callable[[Tensor], Tensor] | None,
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
@@ -115,8 +115,8 @@ def _run(
     if not isinstance(compressor, DerivativeCode):
         raise TypeError(f"{op} with {compressor!r}; allowed: a DerivativeCode")
     code = _code_of(compressor, function, parameters)
-    if written is not None and torch.is_autocast_enabled(x.device.type):
-        (x,) = as_autocast(written, (0,), x)
+    if original is not None and torch.is_autocast_enabled(x.device.type):
+        (x,) = as_autocast(original, (0,), x)
     return fewbit(x, code, inplace=inplace, value=value)
 
 
@@ -181,8 +181,8 @@ def _read(
 
 def _parameters(op: str, values: Mapping[str, Any]) -> tuple[float, ...] | None:
     """All parameters of the call; None where there is no table for them."""
-    given: dict[str, Any] = {**FAMILIES[op].defaults, **values}
-    numbers = tuple(given.values())
+    arguments: dict[str, Any] = {**FAMILIES[op].defaults, **values}
+    numbers = tuple(arguments.values())
     if not all(_is_number(value) for value in numbers):
         return None
     try:
@@ -232,17 +232,17 @@ def recognise_registered(function: Registered, args: Sequence[Any]) -> Call | No
     """Return the call of a user's own function that `register` returned."""
     known = REGISTERED.get(function.name) is function
     if known and len(args) == 1 and isinstance(args[0], Tensor):
-        return _call(function.name, args[0], written=function.plain)
+        return _call(function.name, args[0], original=function.plain)
     return None
 
 
-def form_of(cls: type) -> str | None:
+def op_of(cls: type) -> str | None:
     """Return the nonlinearity that a class writes out, known by its source; None for other code."""
-    return _WRITTEN.get(body_of(defined(cls, "forward")) or "")
+    return _SOURCES.get(body_of(defined(cls, "forward")) or "")
 
 
 def recognise_module(op: str, module: nn.Module, x: Tensor) -> Call | None:
     """Return the call of a module whose class writes `op` out."""
     if getattr(module, "precomputed_constant", _GELU_CONSTANT) != _GELU_CONSTANT:
         return None
-    return _call(op, x, written=partial(defined(type(module), "forward"), module))
+    return _call(op, x, original=partial(defined(type(module), "forward"), module))

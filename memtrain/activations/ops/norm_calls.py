@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from memtrain.activations.ops.batch_norm import batch_norm, group_norm, instance_norm
 from memtrain.activations.ops.call import Call, gives_floats
 from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
-from memtrain.activations.ops.written_forms import body_of, defined
+from memtrain.activations.ops.method_sources import body_of, defined
 from memtrain.compressors import Compressor, Key
 
 # The function, and the arguments that it may be given by position.
@@ -69,20 +69,20 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     x = values.get("input")
     if not isinstance(x, Tensor) or x.numel() == 0:
         return None
-    given = {key: values[key] for key in ("weight", "bias", "eps", "momentum") if key in values}
+    options = {key: values[key] for key in ("weight", "bias", "eps", "momentum") if key in values}
     if name in ("layer_norm", "rms_norm"):
         shape = tuple(values["normalized_shape"])
-        return _call(name, x, shape, **given)
+        return _call(name, x, shape, **options)
     if name == "group_norm":
-        return None if values["num_groups"] < 1 else _call(name, x, values["num_groups"], **given)
-    own = values.get("training" if name == "batch_norm" else "use_input_stats", False)
+        return None if values["num_groups"] < 1 else _call(name, x, values["num_groups"], **options)
+    uses_batch = values.get("training" if name == "batch_norm" else "use_input_stats", False)
     samples = x.numel() // x.shape[1] if name == "batch_norm" else x[0, 0].numel()
-    if len(args) > len(names) or "cudnn_enabled" in values or not own or samples < 2:
+    if len(args) > len(names) or "cudnn_enabled" in values or not uses_batch or samples < 2:
         return None
-    if given.get("eps", 1.0) <= 0:  # which torch refuses
+    if options.get("eps", 1.0) <= 0:  # which torch refuses
         return None
     running = (values.get("running_mean"), values.get("running_var"))
-    return _call(name, x, running, op=f"small_{name}" if samples <= FEW else name, **given)
+    return _call(name, x, running, op=f"small_{name}" if samples <= FEW else name, **options)
 
 
 # The forms in transformers, as `ast.unparse` writes them: the body of `forward`, its argument
@@ -97,7 +97,7 @@ x = x.to(torch.float32)
 variance = x.pow(2).mean(-1, keepdim=True)
 x = x * torch.rsqrt(variance + self.eps)
 """
-_WRITTEN = {
+_SOURCES = {
     _WIDE + "return self.weight * x.to(input_dtype)": "llama",
     _WIDE + "return (self.weight * x).to(input_dtype)": "cast_last",
     _WIDE + "return (self.weight.to(torch.float32) * x).to(input_dtype)": "cast_last",
@@ -133,8 +133,8 @@ return self.weight * x""": "t5",
 }
 
 
-def recognise_module(form: str, module: nn.Module, x: Tensor) -> Call | None:
-    """Return the call of a module whose class writes out an RMS norm of a form in `FORMS`."""
+def recognise_module(variant: str, module: nn.Module, x: Tensor) -> Call | None:
+    """Return the call of a module whose class writes out an RMS norm of a form in `VARIANTS`."""
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or x.dim() == 0 or x.numel() == 0 or x.element_size() > 4:
@@ -143,12 +143,12 @@ def recognise_module(form: str, module: nn.Module, x: Tensor) -> Call | None:
         return _call("rms_norm", x, x.shape[-1:], None, eps)
     if not isinstance(weight, Tensor) or weight.shape != x.shape[-1:] or weight.element_size() > 4:
         return None
-    return _call("rms_norm", x, weight.shape, weight, eps, form)
+    return _call("rms_norm", x, weight.shape, weight, eps, variant)
 
 
-def form_of(cls: type) -> str | None:
-    """Return the name in `FORMS` of the RMS norm that a class writes out, or None."""
+def variant_of(cls: type) -> str | None:
+    """Return the name in `VARIANTS` of the RMS norm that a class writes out, or None."""
     body = body_of(defined(cls, "forward"))
     if body is None:
         return None
-    return _WRITTEN.get(body) or _WRITTEN.get(f"{body}\n_norm: {body_of(defined(cls, '_norm'))}")
+    return _SOURCES.get(body) or _SOURCES.get(f"{body}\n_norm: {body_of(defined(cls, '_norm'))}")

@@ -26,9 +26,9 @@ def callables(*names: str) -> frozenset[Any]:
     found: set[Any] = set()
     for name in names:
         for namespace in _NAMESPACES:
-            own = getattr(namespace, name, None)
-            if callable(own) and not isinstance(own, type):
-                found.add(own)
+            alias = getattr(namespace, name, None)
+            if callable(alias) and not isinstance(alias, type):
+                found.add(alias)
         packet = getattr(torch.ops.aten, name, None)
         if packet is not None:
             found.add(packet)

@@ -20,12 +20,12 @@ AVERAGES = SUMS | PRODUCTS | CONVOLUTIONS | POOLS | ADAPTIVE_POOLS | NORMS
 """Nodes of ops that add elements of their input, or divide by a norm of them."""
 
 
-def elements_read(node: Any, place: int) -> int:
-    """Return the elements of input `place` that an element of an average's output is made of."""
-    kind, (source, index) = type(node), node.next_functions[place]
+def elements_read(node: Any, position: int) -> int:
+    """Return the elements of input `position` that an element of an average's output is made of."""
+    kind, (source, index) = type(node), node.next_functions[position]
     shape = source._input_metadata[index].shape
     if kind in PRODUCTS:
-        factor = place - hasattr(node, "_saved_alpha")  # where there is one, a sum comes first
+        factor = position - hasattr(node, "_saved_alpha")  # where there is one, a sum comes first
         if factor not in (0, 1):
             return 1
         return shape[-2] if factor and len(shape) > 1 else shape[-1]

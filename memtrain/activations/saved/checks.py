@@ -68,12 +68,12 @@ class Checks:
         run: Callable[[], Any],
     ) -> Any:
         """Run a replaced op; compare its result, and the arguments that it writes, with torch's."""
-        given = (tuple(args), dict(kwargs))
-        same, double = _copy(given, None), _copy(given, torch.float64)
+        inputs = (tuple(args), dict(kwargs))
+        same, double = _copy(inputs, None), _copy(inputs, torch.float64)
         before = random_state()
         result = run()
         after = random_state()
-        ours = [*_tensors((result, given))]
+        ours = [*_tensors((result, inputs))]
         with torch.no_grad(), torch._C.DisableTorchFunction():
             set_random_state(before)
             torchs = [*_tensors((function(*same[0], **same[1]), same))]
@@ -105,11 +105,11 @@ class Checks:
             self.report(f"{site.name}: the replaced op is finite where torch's is not, or inverse")
             return
         a, b, c = (t[finite].double() for t in (ours, torchs, exact))
-        error, own = _largest(a - c), _largest(b - c)
-        allowed = 2 * own + torch.finfo(ours.dtype).eps * _largest(c)
+        error, torch_error = _largest(a - c), _largest(b - c)
+        allowed = 2 * torch_error + torch.finfo(ours.dtype).eps * _largest(c)
         if not error <= allowed:
             self.report(
-                f"{site.name}: the replaced op errs by {error:.3g}, torch's by {own:.3g}; "
+                f"{site.name}: the replaced op errs by {error:.3g}, torch's by {torch_error:.3g}; "
                 f"allowed: {allowed:.3g}"
             )
 
@@ -134,14 +134,14 @@ class Checks:
         finite = x.isfinite()
         exact = x[finite].double()
         error = found[finite].double() - exact
-        own = roundtrip(x, compressor, Key(seed=1))[finite].double() - exact
+        fresh = roundtrip(x, compressor, Key(seed=1))[finite].double() - exact
         norm = float(exact.norm()) or 1.0
-        far = float(error.norm()) > 2 * float(own.norm()) or _largest(error) > 2 * _largest(own)
+        far = float(error.norm()) > 2 * float(fresh.norm()) or _largest(error) > 2 * _largest(fresh)
         if far or not bool(error.isfinite().all()):
             self.report(
                 f"{site.name}: a saved tensor came back with an error of "
                 f"{float(error.norm()) / norm:.3g} of its norm; {compressor!r} makes "
-                f"{float(own.norm()) / norm:.3g}"
+                f"{float(fresh.norm()) / norm:.3g}"
             )
 
 

@@ -20,7 +20,7 @@ from torch._subclasses import FakeTensor
 from memtrain.activations.saved.flatten import Layout, Memory, flatten, memory_of, restore
 from memtrain.activations.saved.known_ops import CASTS, MULTIPLIES, VIEWS, node_classes
 from memtrain.activations.saved.node_tensors import flows_into
-from memtrain.activations.saved.origin import foreign, storage_id
+from memtrain.activations.saved.origin import storage_id, unsupported
 from memtrain.activations.saved.payload import decompress, saved_payloads
 from memtrain.activations.saved.store import (
     Storage,
@@ -133,7 +133,7 @@ class DerivedOutputs:
     def add(self, y: Tensor, op: str) -> None:
         """Note the output of an op that has just run, if its node can recompute it."""
         node: Any = y.grad_fn
-        if not hasattr(node, "output") or foreign(y):
+        if not hasattr(node, "output") or unsupported(y):
             return
         layout, memory = memory_of(y)
         if memory is not None and node.payloads[0][-1] == layout:
@@ -151,7 +151,7 @@ class DerivedOutputs:
             if was_cast and self._is_cast(y, output):
                 self._note(y, output.op, output.memory, output.nodes, output.source)
         op, parts = self.parts.pop(node, ("", {}))
-        if not parts or foreign(y):
+        if not parts or unsupported(y):
             return
         names, formula = FORMULAS[type(node)]
         layout, memory = memory_of(y)
@@ -165,7 +165,7 @@ class DerivedOutputs:
     def add_dropped(self, y: Tensor, x: Tensor) -> None:
         """Note the output of memtrain's dropout, if its input can be recomputed."""
         node: Any = y.grad_fn
-        if not hasattr(node, "mask") or foreign(y):
+        if not hasattr(node, "mask") or unsupported(y):
             return
         (layout, memory), source = memory_of(y), self.find(x, node)
         if memory is None or source is None:
@@ -190,8 +190,8 @@ class DerivedOutputs:
         output, was_cast = self._output_of(x)
         if output is None or flows_into(node, x.grad_fn, output.nodes):
             return None
-        own = self._store.get(output.storage)
-        if own is None or own.epoch:  # fake tensors have no marks
+        storage = self._store.get(output.storage)
+        if storage is None or storage.epoch:  # fake tensors have no marks
             return None
         if not (self._is_cast(x, output) if was_cast else _is_view(x, output)):
             return None
@@ -229,12 +229,12 @@ class DerivedOutputs:
         memory, number = memory_of(x)[1], storage_id(x)
         if memory is None or memory != output.memory or memory[0] or x.dtype == output.dtype:
             return False
-        given, known = cast.next_functions[0][0], False
+        source, known = cast.next_functions[0][0], False
         for y in self.arguments:
-            if isinstance(y, Tensor) and not foreign(y):
+            if isinstance(y, Tensor) and not unsupported(y):
                 if storage_id(y) == number:
                     return False
-                known |= y.grad_fn is given and _is_view(y, output)
+                known |= y.grad_fn is source and _is_view(y, output)
         return known
 
     def _content(self, node: Any) -> Callable[[], Tensor]:

@@ -11,7 +11,7 @@ from memtrain.activations.saved.known_ops import (
     LINEAR,
     LOGARITHM,
     MULTIPLIES,
-    OWN_FORM,
+    REPLACED_OP,
     SENTINELS,
     SHAPE,
     SavedBy,
@@ -26,7 +26,7 @@ INTEGERS = (torch.int16, torch.int32, torch.int64)
 UNKNOWN_RANGE = Keep("integers whose range is not known without reading them")
 CODES = Keep("derivative codes serve replaced nonlinearities only")
 SENTINEL = Keep("a mask was applied: it may hold numbers that stand for minus infinity")
-TORCHS_FORM = Keep("torch's own form of the op ran: codes are of memtrain's form alone")
+NOT_REPLACED = Keep("torch's own form of the op ran: codes are of memtrain's form alone")
 
 Choose = Callable[[Site], Compressor | Keep]
 """Site -> compressor, or the reason to keep the tensor."""
@@ -50,8 +50,8 @@ def decide(
     chosen = choose(site)
     if isinstance(chosen, Keep) or chosen.is_identity or saved.reason == SHAPE:
         return chosen
-    if saved.reason == OWN_FORM:
-        return TORCHS_FORM
+    if saved.reason == REPLACED_OP:
+        return NOT_REPLACED
     if memory_of(x)[1] is None:
         return Keep("its elements overlap in memory")
     if x.is_neg():

@@ -26,7 +26,7 @@ LOGARITHM = "the backward computes exp() of the tensor: 8 bits, clamped where ex
 PROBABILITIES = "the backward is quadratic in the tensor: the bias is the variance of the codes"
 SHAPE = "the backward reads only the tensor's shape: no byte is kept"
 LOSSLESS = "a mask or indices: packed without loss"
-OWN_FORM = "in memtrain's form of the op, codes replace the tensor; torch's form keeps the tensor"
+REPLACED_OP = "memtrain's form of the op saves codes of the tensor; torch's form keeps the tensor"
 DERIVATIVE = (
     "in memtrain's form of the op, codes of the derivative replace the tensor; if a rule requests "
     "codes of the tensor, the derivative is computed from them"
@@ -248,7 +248,7 @@ _NORMS = (
 _SAME_NODE = {function: name for name in ("relu6", "celu", "selu") for function in callables(name)}
 
 
-def _own_form(name: str) -> Name:
+def _replaced_op(name: str) -> Name:
     def named(node: Node, function: Any) -> str:
         if name == "gelu" and node._saved_approximate == "tanh":
             return "gelu_tanh"
@@ -301,7 +301,7 @@ TABLE: tuple[KnownOp, ...] = (
             "batch_norm",
             (
                 SavedBy("input", "input", LINEAR, _evaluates),
-                SavedBy("input", "input", OWN_FORM, _not(_evaluates)),
+                SavedBy("input", "input", REPLACED_OP, _not(_evaluates)),
             ),
         )
         for kind in ("Native", "Cudnn", "Miopen")
@@ -344,13 +344,13 @@ TABLE: tuple[KnownOp, ...] = (
         for dims in (2, 3)
     ),
     *(
-        KnownOp(node, _own_form(name), (SavedBy(attribute, "input", reason, readers=readers),))
-        for reason, forms, readers in (
+        KnownOp(node, _replaced_op(name), (SavedBy(attribute, "input", reason, readers=readers),))
+        for reason, ops, readers in (
             (DERIVATIVE, _NONLINEAR, None),
             (DERIVATIVE, _SATURATING, SATURATING_READERS),
-            (OWN_FORM, _NORMS, None),
+            (REPLACED_OP, _NORMS, None),
         )
-        for name, node, attribute in forms
+        for name, node, attribute in ops
     ),
     KnownOp("WhereBackward0", "where", (SavedBy("condition", "input", LOSSLESS),)),
     KnownOp("MaskedFillBackward0", "masked_fill", (SavedBy("mask", "input1", LOSSLESS),)),
@@ -394,7 +394,7 @@ ALL: frozenset[type] = frozenset(node for node in vars(_F).values() if isinstanc
 CHECKPOINT: type = cast(Any, CheckpointFunction)._backward_cls
 """Class of the nodes of reentrant activation checkpointing, which save the inputs of a part."""
 
-OWN: set[type] = set()
+REPLACED_NODES: set[type] = set()
 """Classes of the nodes of memtrain's own autograd Functions, which save payloads."""
 
 

@@ -38,14 +38,14 @@ _SELECTS = (
 _STEPS = 6
 
 
-def constants_of(node: Any, given: Sequence[Any]) -> tuple[int, ...]:
+def constants_of(node: Any, args: Sequence[Any]) -> tuple[int, ...]:
     """Return the number of a node in `JOINS` if it adds or joins a tensor without a gradient.
 
-    `given` are the arguments of the torch function that was called.
+    `args` are the arguments of the torch function that was called.
     """
     for above, _ in node.next_functions:
         if above is None:
-            joined = any(x.dim() > 0 and not x.requires_grad for x in tensors_of(given, {}))
+            joined = any(x.dim() > 0 and not x.requires_grad for x in tensors_of(args, {}))
             return (node._sequence_nr(),) if joined else ()
     return ()
 

@@ -22,13 +22,13 @@ def nodes_since(
     mark: int,
     results: Sequence[Any],
     first: int,
-    given: Container[int],
+    known: Container[int],
     on_others: Callable[[], None],
 ) -> list[Any]:
     """Return the nodes that an op has made, as they were made.
 
     Their numbers are not below `mark`. `on_others` is called if a result depends on a node below
-    `first`, the forward's first, that is not `given`: an earlier forward's, or another thread's,
+    `first`, the forward's first, that is not `known`: an earlier forward's, or another thread's,
     whose nodes have numbers of their own.
     """
     nodes: list[Any] = []
@@ -45,7 +45,7 @@ def nodes_since(
             new[number] = node
             for above in node.next_functions:
                 nodes.append(above[0])
-        elif number < first and number not in given:
+        elif number < first and number not in known:
             on_others()
     return [*new.values()] if len(new) < 2 else [new[number] for number in sorted(new)]
 

@@ -15,11 +15,11 @@ _STEPS = 6
 _STRIDED = torch.strided
 
 
-def foreign(x: Tensor) -> str:
+def unsupported(x: Tensor) -> str:
     """Return why a tensor has no storage of its own (sparse, nested, a subclass), or "".
 
     Example:
-        >>> foreign(torch.ones(2)), foreign(torch.ones(2).to_sparse())
+        >>> unsupported(torch.ones(2)), unsupported(torch.ones(2).to_sparse())
         ('', 'a tensor of layout torch.sparse_coo')
     """
     if x.layout is not torch.strided or x.is_nested:

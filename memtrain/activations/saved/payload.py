@@ -12,7 +12,7 @@ from memtrain.activations.saved.store import Entry, Handle, Storage, tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary
 
-FORMS = 2**13
+MAX_SPECIALIZED = 2**13
 """Signatures of tensors at most whose kernels are cached."""
 _SPECIALIZED: dict[tuple[Any, ...], Any] = {}
 _UNKNOWN: Any = object()
@@ -93,7 +93,7 @@ def specialized(
     signature = (x.shape, x.stride(), x.storage_offset(), x.dtype, x.device, compressor)
     found = _SPECIALIZED.get(signature, _UNKNOWN)
     if found is _UNKNOWN:
-        if len(_SPECIALIZED) >= FORMS:  # shapes that vary would collect without end
+        if len(_SPECIALIZED) >= MAX_SPECIALIZED:  # shapes that vary would collect without end
             _SPECIALIZED.clear()
         found = _SPECIALIZED[signature] = _specialize(x, layout, memory, compressor)
     return found

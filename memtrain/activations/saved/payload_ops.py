@@ -14,8 +14,8 @@ from memtrain.activations.saved.store import tensor_of
 from memtrain.compressors import Compressor, Key, Packed
 from memtrain.kernels.dispatch import is_ordinary, register
 
-_FORMS: dict[str, tuple[Compressor, tuple[str, ...], Layout]] = {}
-"""Text of a form -> compressor, names of the payload's tensors, layout (its shape does not count:
+_SIGNATURES: dict[str, tuple[Compressor, tuple[str, ...], Layout]] = {}
+"""Signature -> compressor, names of the payload's tensors, layout (its shape does not count:
 sizes may be symbolic)."""
 _COUNTERS: dict[int, "_Counter"] = {}  # of objects that are alive
 _NUMBERS = count(1)
@@ -24,15 +24,15 @@ _NUMBERS = count(1)
 class _Counter:
     """An object whose `step` counts forwards, and the run of a graph that compresses."""
 
-    __slots__ = ("forwards", "graph", "places", "step")
+    __slots__ = ("forwards", "graph", "positions", "step")
 
     def __init__(self, forwards: "weakref.ref[Any]") -> None:
         self.forwards = forwards
         self.graph = 0  # none
         self.step = 0  # of every key in the run
-        self.places: set[int] = set()  # of the ops that have run
+        self.positions: set[int] = set()  # of the ops that have run
 
-    def step_of(self, graph: int, place: int) -> int:
+    def step_of(self, graph: int, position: int) -> int:
         """Return the count when the graph's run began; whichever op runs first adds one to it.
 
         A compiler orders the ops as it likes, and may change the order from run to run.
@@ -41,18 +41,18 @@ class _Counter:
         if forwards is None:
             return 0
         goes_on = self.graph == graph and self.step + 1 == forwards.step
-        if not goes_on or place in self.places:
-            self.graph, self.step, self.places = graph, forwards.step, set()
+        if not goes_on or position in self.positions:
+            self.graph, self.step, self.positions = graph, forwards.step, set()
             forwards.step += 1
-        self.places.add(place)
+        self.positions.add(position)
         return self.step
 
 
-def form_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str:
-    """Return the text by which the ops in graphs know how a saved tensor is held."""
+def signature_of(compressor: Compressor, layout: Layout, names: Sequence[str]) -> str:
+    """Return the text by which ops in graphs identify a compressor and a layout."""
     once = [dim for dim, expanded in enumerate(layout.expanded) if expanded]
     text = f"{compressor!r} in dimensions {[*layout.order]}, {once} of them expanded"
-    _FORMS[text] = compressor, tuple(names), layout
+    _SIGNATURES[text] = compressor, tuple(names), layout
     return text
 
 
@@ -72,10 +72,10 @@ def graph_number() -> int:
 
 
 def decompress(
-    parts: Sequence[Tensor], form: str, shape: Sequence[Any], dtype: torch.dtype
+    parts: Sequence[Tensor], signature: str, shape: Sequence[Any], dtype: torch.dtype
 ) -> Tensor:
     """Decompress a saved tensor by one op, dense in its memory order."""
-    return decompressing(parts)(parts, form, shape, dtype)
+    return decompressing(parts)(parts, signature, shape, dtype)
 
 
 def decompressing(parts: Sequence[Tensor]) -> Any:
@@ -88,17 +88,17 @@ def decompressing(parts: Sequence[Tensor]) -> Any:
     return (decompress_on_host_op if on_host else decompress_op).default
 
 
-def _compress(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    (compressor, _, layout), (seed, site, number, graph, op) = _FORMS[form], key
+def _compress(x: Tensor, signature: str, key: Sequence[int]) -> list[Tensor]:
+    (compressor, _, layout), (seed, site, number, graph, op) = _SIGNATURES[signature], key
     counter = _COUNTERS.get(number)
-    own = Key(seed, site, 0 if counter is None else counter.step_of(graph, op))
+    full_key = Key(seed, site, 0 if counter is None else counter.step_of(graph, op))
     layout, (found, memory) = _of_shape(layout, x.shape), memory_of(x)
     # A fake kernel of the user's may have promised other strides than the tensor has.
     if is_ordinary() and found.expanded == layout.expanded and _order(found) == _order(layout):
         special = None if compressor.shaped else specialized(x, layout, memory, compressor)
         if special is not None:
-            return [*special[1](x, own.bits())]
-    return _payload(x, compressor, layout, own)
+            return [*special[1](x, full_key.bits())]
+    return _payload(x, compressor, layout, full_key)
 
 
 def _order(layout: Layout) -> list[int]:
@@ -106,8 +106,8 @@ def _order(layout: Layout) -> list[int]:
     return [dim for dim in layout.order if layout.shape[dim] != 1]
 
 
-def _compress_fake(x: Tensor, form: str, key: Sequence[int]) -> list[Tensor]:
-    compressor, _, layout = _FORMS[form]
+def _compress_fake(x: Tensor, signature: str, key: Sequence[int]) -> list[Tensor]:
+    compressor, _, layout = _SIGNATURES[signature]
     return _payload(x, compressor, _of_shape(layout, x.shape), Key())
 
 
@@ -129,9 +129,9 @@ def _stored(layout: Layout) -> int:
 
 
 def _decompress(
-    parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
+    parts: Sequence[Tensor], signature: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    compressor, names, layout = _FORMS[form]
+    compressor, names, layout = _SIGNATURES[signature]
     tensors, layout = dict(zip(names, parts, strict=True)), _of_shape(layout, shape)
     if compressor.shaped:
         return compressor.decompress(Packed(tensors, torch.Size(shape), dtype))
@@ -139,11 +139,11 @@ def _decompress(
 
 
 def _decompress_fake(
-    parts: Sequence[Tensor], form: str, shape: Sequence[int], dtype: torch.dtype
+    parts: Sequence[Tensor], signature: str, shape: Sequence[int], dtype: torch.dtype
 ) -> Tensor:
-    compressor, _, layout = _FORMS[form]
+    compressor, _, layout = _SIGNATURES[signature]
     if compressor.shaped:
-        return _decompress(parts, form, shape, dtype)
+        return _decompress(parts, signature, shape, dtype)
     # Not by the compressor: its `shape.numel()` would make one number of a symbolic size.
     layout = _of_shape(layout, shape)
     return restore(parts[0].new_empty([_stored(layout)], dtype=dtype), layout)
@@ -159,7 +159,7 @@ compress_op = register(
     _compress_fake,
     tags=_HOST,
 )
-"""Gives the tensors of the payload of `x`, whose sizes may be symbolic, in a form of `form_of`.
+"""Returns the tensors of the payload of `x`, whose sizes may be symbolic, by `signature_of`.
 
 The key: seed, number of the site, and of the forwards' counter, which is read when the op runs, so
 that equal graphs round differently from forward to forward; number of the graph, and of the op.

@@ -117,7 +117,7 @@ class _Result:
         return bool(self.copies)
 
     @property
-    def is_held(self) -> bool:
+    def is_alive(self) -> bool:
         """Return whether it, or a copy of its elements, is alive."""
         if self.is_factor:  # only the product shows what the factor is
             return self.has_copies
@@ -177,13 +177,13 @@ class Readers:
         """
         kind = kind or type(node)
         squares = kind in _POWERS and node._saved_exponent == 2
-        for place, (above, _) in enumerate(node.next_functions):
+        for position, (above, _) in enumerate(node.next_functions):
             waiting = () if above is None else self.results.get(above._sequence_nr(), ())
             if not waiting:
                 continue
-            few = kind in AVERAGES and elements(node, place) < FEW
+            few = kind in AVERAGES and elements(node, position) < FEW
             reads = kind in FACTOR_READERS and not few and not _scales(node)
-            divides = kind in _QUOTIENTS and place == 0
+            divides = kind in _QUOTIENTS and position == 0
             carries = squares or divides or (few and kind not in NORMS)
             for found in waiting:
                 if reads and kind in found.readers:
@@ -217,9 +217,9 @@ class Readers:
         A result that is alive, as one that a model stores in an attribute, may be read later.
         """
         for found in self._allowed:
-            found.save(compress=not found.is_held)
+            found.save(compress=not found.is_alive)
         for found in self._made:
-            if not found.is_saved or found.is_held:
+            if not found.is_saved or found.is_alive:
                 found.save(compress=False)
         self.results, self._made, self._allowed = {}, [], {}
 

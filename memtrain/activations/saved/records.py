@@ -20,17 +20,17 @@ DROPPED = "dropped with its graph when the forward ends: nothing that it returns
 class _Saved(NamedTuple):
     record: Record
     storage: StorageWeakRef | None  # of the saved tensor
-    held: weakref.ref[Any] | None  # what the graph holds in the tensor's place
+    handle: weakref.ref[Any] | None  # what the graph holds in the tensor's place
 
-    def is_held(self) -> bool:
-        if self.held is not None:
-            return self.held() is not None
+    def is_alive(self) -> bool:
+        if self.handle is not None:
+            return self.handle() is not None
         return self.storage is None or not self.storage.expired()
 
     def planned(self) -> int:
         """Bytes that are held in the tensor's place now; a later save may have kept the tensor."""
-        kept = self.held is not None and getattr(self.held(), "tensor", None) is not None
-        return self.record.planned if self.is_held() and not kept else 0
+        kept = self.handle is not None and getattr(self.handle(), "tensor", None) is not None
+        return self.record.planned if self.is_alive() and not kept else 0
 
 
 class Records:
@@ -74,8 +74,8 @@ class Records:
             site, tuple(x.shape), _name(x), nbytes, planned, compressor, reason, index, source
         )
         # Of a payload, which other saves may share, the entry.
-        held = None if handle is None else weakref.ref(getattr(handle, "entry", handle))
-        self._saved.append(_Saved(record, storage, held))
+        reference = None if handle is None else weakref.ref(getattr(handle, "entry", handle))
+        self._saved.append(_Saved(record, storage, reference))
 
     def end(self) -> list[Record]:
         """Return the records with the bytes that the graph still holds.
@@ -86,14 +86,14 @@ class Records:
         living = {
             each.record.storage
             for each in self._saved
-            if (each.record.shape or each.record.nbytes) and each.is_held()
+            if (each.record.shape or each.record.nbytes) and each.is_alive()
         }
         found = []
         for each in self._saved:
             record, planned = each.record, each.planned()
             plain = record.nbytes if record.storage in living else 0
             if (plain, planned) != (record.nbytes, record.planned):
-                reason = record.reason or ("" if each.is_held() else DROPPED)
+                reason = record.reason or ("" if each.is_alive() else DROPPED)
                 record = record._replace(nbytes=plain, planned=planned, reason=reason)
             found.append(record)
         return found

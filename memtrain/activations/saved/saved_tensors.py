@@ -27,15 +27,15 @@ from memtrain.activations.saved.node_tensors import (
     tensors_of,
 )
 from memtrain.activations.saved.options import Options
-from memtrain.activations.saved.origin import foreign, is_parameter, storage_id
+from memtrain.activations.saved.origin import is_parameter, storage_id, unsupported
 from memtrain.activations.saved.payload import make_handle
 from memtrain.activations.saved.readers import Readers, may_wait
 from memtrain.activations.saved.records import Records
 from memtrain.activations.saved.site import (
     CHECKPOINT_INPUT,
     CUSTOM_FUNCTION,
+    MODEL_INPUT,
     NO_RULE,
-    OWN_INPUT,
     RECOMPUTE,
     UNKNOWN_OP,
     UNKNOWN_READER,
@@ -45,6 +45,7 @@ from memtrain.activations.saved.site import (
 from memtrain.activations.saved.store import Handle, Storage, storage_of
 from memtrain.compressors import Compressor, Keep, Key
 
+_Tensors = Sequence[Tensor]
 _ALIVE = "its storage is kept alive by another save"
 _WEIGHT = "a weight, or made of weights alone"
 SHARED = "shared with an earlier save"
@@ -100,7 +101,7 @@ class SavedTensors:
         self.mark = 0
         """Nodes with smaller numbers have been visited, or are not this forward's."""
         self._first = 0  # number of the forward's first node
-        self._given: set[int] = set()  # numbers of nodes from before, of what the forward is given
+        self._input_nodes: set[int] = set()  # numbers of the nodes that made the inputs
         self._joins: set[int] = set()  # of nodes that add or join a constant
         self._calls: dict[Site, int] = {}
         self.records: Records | None = None
@@ -117,26 +118,26 @@ class SavedTensors:
         self._reset()
 
     def begin(
-        self, own: Sequence[Tensor], inputs: Sequence[Tensor], given: Sequence[Tensor], record: bool
+        self, parameters: _Tensors, inputs: _Tensors, arguments: _Tensors, record: bool
     ) -> None:
         """Start a forward pass.
 
-        Parameters and buffers (`own`) are never compressed. `inputs` are the user's, which stay
-        alive anyway; `given` are all inputs of the forward.
+        `parameters` (with buffers) are never compressed. `inputs` are the user's, which stay alive
+        anyway; `arguments` are all tensors that the forward takes.
         """
         self._reset()
         if self.checks is not None and not self.checks.begin():
             self.checks = None
-        self.parameters = {storage_id(x) for x in own}
+        self.parameters = {storage_id(x) for x in parameters}
         for x in inputs:
-            if not foreign(x):
+            if not unsupported(x):
                 storage_of(self.store, x, storage_id(x)).is_kept = True
         self._inputs = {storage_id(x) for x in inputs}
         self.records = Records(self._inputs) if record else None
         self.saw_hooks = False
         self.mark = self._first = _get_sequence_nr()
-        nodes = [x.grad_fn for x in (*own, *given)]
-        self._given = {node._sequence_nr() for node in nodes if node is not None}
+        nodes = [x.grad_fn for x in (*parameters, *arguments)]
+        self._input_nodes = {node._sequence_nr() for node in nodes if node is not None}
 
     def _distrust(self) -> None:
         """Reuse no payload made so far, and keep the results that wait for their readers.
@@ -150,12 +151,11 @@ class SavedTensors:
     def end(self, output: Sequence[Tensor] = ()) -> list[Record] | None:
         """End a forward pass; payloads live on in the graph, and only there.
 
-        The user holds what the model returns, so that compressing it would add bytes. Returns the
-        records, if the pass was recorded.
+        The user keeps the model's outputs: payloads would add bytes. Returns recorded records.
         """
         self.step += 1
         for x in output:
-            known = None if foreign(x) else self.store.get(storage_id(x))
+            known = None if unsupported(x) else self.store.get(storage_id(x))
             if known is not None and not known.is_kept:
                 known.keep(x.detach())
         self.readers.end()
@@ -198,7 +198,7 @@ class SavedTensors:
             if hooked:
                 self.skip()
             return
-        new = nodes_since(self.mark, results, self._first, self._given, self._distrust)
+        new = nodes_since(self.mark, results, self._first, self._input_nodes, self._distrust)
         for node in new:
             if waiting:
                 self.readers.visit(node)
@@ -218,7 +218,7 @@ class SavedTensors:
         row = known_ops.KNOWN.get(kind)
         if row is None:
             saves = self.records is not None or saved_names(kind)
-            if saves and kind not in known_ops.OWN:
+            if saves and kind not in known_ops.REPLACED_NODES:
                 self._keep_unknown(node, function, module)
             return
         # Read before hooks are on the node: what is read later is decompressed.
@@ -255,7 +255,7 @@ class SavedTensors:
         """Store the bias of a boolean attention mask, or a dropout mask, in 1 bit per element."""
         bias = name in known_ops.MASKS and self.bool_mask
         factor = name == "other" and type(node) in MULTIPLIES and x.is_cpu
-        if not (bias or factor) or x.requires_grad or foreign(x):
+        if not (bias or factor) or x.requires_grad or unsupported(x):
             return False
         chosen, kept = self.choose(site), not x.numel() or self.is_small(x) or self.is_kept(x)
         if kept or isinstance(chosen, Keep) or chosen.is_identity:
@@ -294,7 +294,7 @@ class SavedTensors:
 
     def _exact(self, x: Tensor, *, claimed: bool = False) -> Compressor | None:
         """Return a compressor that keeps a tensor bit for bit, if there is one for it."""
-        if self.lossless is None or not x.is_floating_point() or foreign(x) or self.is_kept(x):
+        if self.lossless is None or not x.is_floating_point() or unsupported(x) or self.is_kept(x):
             return None
         if self.is_small(x) or memory_of(x)[1] is None or is_parameter(x):
             return None
@@ -321,12 +321,12 @@ class SavedTensors:
     def _save(self, node: Any, saved: SavedBy, site: Site, x: Tensor, waits: bool) -> None:
         """Compress, keep or defer one saved tensor of a known op."""
         number, why = storage_id(x), ""
-        if number < 0 or foreign(x):
-            why = foreign(x)
+        if number < 0 or unsupported(x):
+            why = unsupported(x)
         elif number not in self._inputs and (number in self.parameters or is_parameter(x)):
             why = _WEIGHT
         elif (known := self.store.get(number)) is not None and known.is_kept:
-            why = OWN_INPUT if number in self._inputs else _ALIVE
+            why = MODEL_INPUT if number in self._inputs else _ALIVE
         if why:
             self.keep(x, site, why, node, saved.attribute)
             return
@@ -420,9 +420,9 @@ class SavedTensors:
         if not x.dim() and x.dtype in _PYTHON:
             return  # a number that Python may have given
         number = storage_id(x)
-        if number < 0 or foreign(x):
+        if number < 0 or unsupported(x):
             if self.records is not None:
-                self.records.note(site, f"{foreign(x)}; its bytes are not counted", x)
+                self.records.note(site, f"{unsupported(x)}; its bytes are not counted", x)
             return
         if self.lossless is not None and attribute and not isinstance(x, nn.Parameter):
             # The graph then holds a tensor of its own, and not the user's.

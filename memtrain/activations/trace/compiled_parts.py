@@ -76,16 +76,18 @@ def compile_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:
 
     The model is a copy, which is changed.
     """
-    own: dict[Any, Any] = {}
+    copies: dict[Any, Any] = {}
     for path, backend in parts.items():
         module = model.get_submodule(path)
         forward = type(module).forward
-        own_code = isinstance(forward, types.FunctionType) and "forward" not in vars(module)
-        if own_code:
+        has_class_forward = isinstance(forward, types.FunctionType) and "forward" not in vars(
+            module
+        )
+        if has_class_forward:
             # Torch caches compiled graphs by code object: a copy has its own cache. Torch 2.11
             # skips functions in its own files, so `_class_forward` calls those.
             code = _class_forward if forward.__module__.startswith("torch.") else forward
-            module.forward = types.MethodType(own.setdefault(forward, _copied(code)), module)
+            module.forward = types.MethodType(copies.setdefault(forward, _copied(code)), module)
         module.compile(backend=_inductor_graphs if backend == INDUCTOR else backend)
         above = model.get_submodule(path.rpartition(".")[0])
         if inside_compiled(above) is not None:
@@ -132,7 +134,7 @@ def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
     run_node = interpreter.run_node
 
     def run_known_node(node: fx.Node) -> Any:
-        _running.append(_place(node))
+        _running.append(_op_path(node))
         try:
             return run_node(node)
         finally:
@@ -153,7 +155,7 @@ def _op_by_op(graph: fx.GraphModule, inputs: Sequence[Any], **_: Any) -> Any:
 _inductor_graphs = inductor_by(_op_by_op)
 
 
-def _place(node: fx.Node) -> str:
+def _op_path(node: fx.Node) -> str:
     """The op of the forward that a node is of, after its module's path in the graph's own."""
     kind = "fwd_" if "fwd_source_fn_stack" in node.meta else ""
     stack = node.meta.get(f"{kind}source_fn_stack")

@@ -157,8 +157,8 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Tensor]:
         yield from _beside(vars(parameter))
     for module in model.modules():
         internal = ("_parameters", "_buffers", "_modules")
-        own = {name: value for name, value in vars(module).items() if name not in internal}
-        yield from (x for x in tree_leaves(own) if isinstance(x, Tensor))
+        attributes = {name: value for name, value in vars(module).items() if name not in internal}
+        yield from (x for x in tree_leaves(attributes) if isinstance(x, Tensor))
     for state in () if optimizer is None else optimizer.state.values():
         yield from (x for x in tree_leaves(state) if isinstance(x, Tensor))
 

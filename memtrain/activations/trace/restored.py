@@ -46,17 +46,17 @@ def attributes_restored(model: nn.Module) -> Iterator[None]:
     ]
     contents = [
         (value, copy.copy(value))
-        for _, own in before
-        for value in own.values()
+        for _, attributes in before
+        for value in attributes.values()
         if type(value) in (dict, list, set)
     ]
     try:
         yield
     finally:
-        for module, own in before:
-            for name in vars(module).keys() - internal - own.keys():
+        for module, attributes in before:
+            for name in vars(module).keys() - internal - attributes.keys():
                 del vars(module)[name]
-            vars(module).update(own)
+            vars(module).update(attributes)
         for value, content in contents:
             value.clear()
             value.extend(content) if isinstance(value, list) else value.update(content)

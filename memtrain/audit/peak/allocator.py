@@ -140,10 +140,10 @@ class CachingAllocator:
 
     def _expand(self, size: int, small: bool) -> _Block:
         page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        for turn in range(2):  # the first may give pages of the tail back
+        for attempt in range(2):  # the first may give pages of the tail back
             tail = self._tail(small)
             pages = -(-(size - (tail.nbytes if tail else 0)) // page) * page
-            if not turn:
+            if not attempt:
                 self._reserve(pages)
         if tail is not None:
             self._take(tail)

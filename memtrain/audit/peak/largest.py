@@ -121,14 +121,14 @@ def search(peak: Callable[[int], int], memory: int, most: int) -> int:
     if peak(1) > memory:
         return 0
     fits, over, low, high = 1, most + 1, 1, min(2, most)
-    for turn in count(1):
+    for attempt in count(1):
         if over - fits <= 1:
             break
         slope = (peak(high) - peak(low)) / max(1, high - low)
         reach = int(min((memory - peak(fits)) / slope, over)) if slope > 0 else over
         # Extrapolation makes small steps on a bent curve, and a size far beyond the memory takes
         # long to simulate.
-        third = turn % 3 == 0
+        third = attempt % 3 == 0
         if over <= most:
             ahead = (over - fits) // 2 if third else reach
         else:

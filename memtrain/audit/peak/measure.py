@@ -19,7 +19,7 @@ from memtrain.audit.allocations import Allocations
 from memtrain.audit.live_storages import storage_nbytes
 from memtrain.audit.live_tensors import state_tensors, weight_tensors
 from memtrain.audit.peak.timeline import ALLOCATED, INPUTS, STATES, WEIGHTS, Moment, Phase, Timeline
-from memtrain.audit.peak.training_step import StepOptions, check, held_weights, run_step
+from memtrain.audit.peak.training_step import StepOptions, check, master_weights, run_step
 from memtrain.optim.states.first_step import inner_optimizer
 
 
@@ -74,7 +74,7 @@ def measure(
             run_step(model, optimizer, batch, options)
             optimizer.zero_grad(set_to_none=True)
             gc.collect()  # cycles of the first step would be freed within the second
-            weights = [*weight_tensors(inner), *held_weights(optimizer)]
+            weights = [*weight_tensors(inner), *master_weights(optimizer)]
             parts = {
                 WEIGHTS: storage_nbytes(weights),
                 STATES: storage_nbytes(state_tensors(optimizer), exclude=weights),

@@ -26,7 +26,7 @@ from memtrain.activations.trace.compiled_parts import compile_parts, compiled_pa
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.api import plan_of, wrap
 from memtrain.audit.peak import allocator, cuda
-from memtrain.audit.peak.held_inside import held_inside, held_on_cuda
+from memtrain.audit.peak.op_workspace import cuda_workspace_of, workspace_of
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.audit.peak.timeline import NOTHING, Timeline, replay
 from memtrain.audit.peak.training_step import (
@@ -62,7 +62,7 @@ def predict(
     Forward, backward and the optimizer's step run under `FakeTensorMode` with the hooks of `wrap`,
     from the states after an earlier step and without gradients. On CUDA torch's caching allocator
     is simulated, too (`allocator`): `Timeline.needed` is the memory that the device must have free.
-    Bytes that an op allocates and frees while it runs are declared or counted (`held_inside`; on
+    Bytes that an op allocates and frees while it runs are declared or counted (`workspace_of`; on
     CUDA only for memtrain's ops).
 
     Compiled parts are compiled for the copies, and their graphs run op by op. The bytes that they
@@ -95,8 +95,8 @@ def predict(
     model, parts = compiled_parts(model)
     on_cuda = options.on_cuda(model)
     copies = fake_copies(model, optimizer, batch)
-    place = simulating("cuda" if on_cuda else "cpu")
-    with explain_fake_errors(model), copies as (model, optimizer, batch), place:
+    simulation = simulating("cuda" if on_cuda else "cpu")
+    with explain_fake_errors(model), copies as (model, optimizer, batch), simulation:
         if on_cuda:
             for group in optimizer.param_groups:  # torch's own choice for CUDA tensors only
                 if group.get("foreach", False) is None and not group.get("fused"):
@@ -142,7 +142,7 @@ def _recorded(
         first.begin("step")
         with first:
             optimizer.step()
-    second = recorder(inside=held_on_cuda if on_cuda else held_inside, separate_host=on_cuda)
+    second = recorder(inside=cuda_workspace_of if on_cuda else workspace_of, separate_host=on_cuda)
     trained = record_step(model, optimizer, batch, options, second)
     # The first step gave states to every parameter, also to those without a gradient.
     unused = [state for param, state in optimizer.state.items() if param not in trained]

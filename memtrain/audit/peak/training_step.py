@@ -135,7 +135,7 @@ def _adopt_states(recorder: StorageRecorder, optimizer: Optimizer) -> None:
     """Record the optimizer's states, and the parts of weights that the optimizer has."""
     on_host = recorder.separate_host and isinstance(optimizer, HostStates)
     recorder.adopt(state_tensors(optimizer), NOTHING if on_host else STATES)
-    recorder.adopt(held_weights(optimizer), NOTHING if on_host else WEIGHTS)
+    recorder.adopt(master_weights(optimizer), NOTHING if on_host else WEIGHTS)
 
 
 def _backward(loss: Tensor) -> None:
@@ -201,7 +201,7 @@ def _first(parameter: Tensor, hook: Callable[[Tensor], None]) -> Any:
     return handle
 
 
-def held_weights(optimizer: Any) -> list[Tensor]:
+def master_weights(optimizer: Any) -> list[Tensor]:
     """Return the lower bits of split weights, and copies of weights in host memory."""
     found: list[Tensor] = []
     while optimizer is not None:

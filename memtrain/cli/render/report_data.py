@@ -222,8 +222,8 @@ def budget_lines(data: ReportData) -> Iterator[str]:
     if plain.nbytes <= fit.budget:
         yield f"the baseline fits {size}: it needs {format_size(plain.nbytes)}"
     else:
-        held = Counter(plain.parts).most_common(2)
-        most = " and ".join(f"{name} ({format_size(nbytes)})" for name, nbytes in held)
+        largest = Counter(plain.parts).most_common(2)
+        most = " and ".join(f"{name} ({format_size(nbytes)})" for name, nbytes in largest)
         needs = format_size(plain.nbytes)
         yield f"the baseline does not fit {size}: it needs {needs}, most of it {most}"
     needs, free = format_size(planned.nbytes), fit.budget - planned.nbytes

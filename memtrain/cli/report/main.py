@@ -78,11 +78,11 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
     if options.plan is not None:
         budget.save_plan(options.plan, built, config, step)
     report = _audit(options, built, config, step, progress)
-    asked = settings(request, options.overrides, built[2])
+    requested = settings(request, options.overrides, built[2])
     sizes, memory = {}, parse_size(request.memory or 0, "memory")
     if memory:
         sizes = budget.largest_sizes(built, request, config, step, progress)
-    data = ReportData(report, asked, sizes, memory, planned)
+    data = ReportData(report, requested, sizes, memory, planned)
     if options.json not in (None, STDOUT):
         write_file(options.json, as_text(data))
     if options.svg is not None:
@@ -110,8 +110,8 @@ def _report(options: argparse.Namespace, console: Console, errors: Console) -> i
 
 def _step(request: Request, options: argparse.Namespace, errors: Console) -> StepOptions:
     """Return the options of the predicted step, on the device of the measured one if any."""
-    for name, asked in (("--measure", options.measure), ("verify=true", request.verify)):
-        if asked and request.compiled:
+    for name, requested in (("--measure", options.measure), ("verify=true", request.verify)):
+        if requested and request.compiled:
             raise ValueError(
                 f"{name} follows the ops of a step, which compiled code does not run one by one; "
                 f"allowed with {name}: compile=false"

@@ -187,8 +187,8 @@ def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
     left, right = levels[:-1], levels[1:]
     step = 1e-9 * (problem.grid[-1] - problem.grid[0])
     behind, ahead = (
-        (2 * problem.curve.slope(boundaries + way) - left - right) * (right - left)
-        for way in (-step, step)
+        (2 * problem.curve.slope(boundaries + offset) - left - right) * (right - left)
+        for offset in (-step, step)
     )
     return np.isin(boundaries, problem.curve.breaks) & (behind <= 0) & (ahead >= 0)
 

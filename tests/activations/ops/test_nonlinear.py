@@ -211,8 +211,8 @@ class OtherConstant(nn.Module):
 
 def test_a_name_makes_no_module_a_known_one():
     x = torch.linspace(-4, 4, 301, requires_grad=True)
-    assert nonlinear.form_of(QuickGELUActivation) is None
-    assert nonlinear.form_of(nn.GELU) is None  # the mode sees the call
+    assert nonlinear.op_of(QuickGELUActivation) is None
+    assert nonlinear.op_of(nn.GELU) is None  # the mode sees the call
     assert recogniser(OtherConstant)(OtherConstant(), x) is None
 
 

@@ -210,7 +210,7 @@ def test_one_pass_is_for_usual_calls_only():
         layer_norm(x, (2, 512), compressor=Group())
     with pytest.raises(RuntimeError, match="mixed dtype"):
         layer_norm(x, (512,), torch.ones(512).bfloat16(), compressor=Group())
-    y = rms_norm(x.bfloat16(), (512,), torch.ones(512), form="llama", compressor=Group())
+    y = rms_norm(x.bfloat16(), (512,), torch.ones(512), variant="llama", compressor=Group())
     assert y.dtype == torch.float32
 
 
@@ -339,10 +339,10 @@ def test_under_fake_tensors(run):
 
 def test_wrong_arguments_are_a_clear_error():
     x = torch.randn(4, 8, requires_grad=True)
-    with pytest.raises(ValueError, match=r"form='x'; allowed: torch, llama"):
-        rms_norm(x, (8,), form="x", compressor=Identity())
-    with pytest.raises(ValueError, match=r"weight=None; allowed with form='torch'"):
-        rms_norm(x, (8,), form="t5", compressor=Identity())
+    with pytest.raises(ValueError, match=r"variant='x'; allowed: torch, llama"):
+        rms_norm(x, (8,), variant="x", compressor=Identity())
+    with pytest.raises(ValueError, match=r"weight=None; allowed with variant='torch'"):
+        rms_norm(x, (8,), variant="t5", compressor=Identity())
 
 
 @pytest.mark.parametrize("name", ["layer_norm, one row", "group_norm", "batch_norm 2d"])

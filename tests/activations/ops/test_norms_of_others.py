@@ -10,7 +10,7 @@ from torch.nn.modules import _functions as functions
 
 from memtrain.activations.intercept.replaced_ops import recogniser
 from memtrain.activations.ops import norm_calls
-from memtrain.activations.ops.written_forms import defined
+from memtrain.activations.ops.method_sources import defined
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.site import Site
 from memtrain.compressors import Group, Identity, Key
@@ -60,7 +60,7 @@ def test_written_out_rms_norms_are_known_and_equal(form, dtype, weight_dtype):
         x = (torch.randn(6, 5, 48) * 2).to(dtype).requires_grad_()
         twin, exact = (x.detach().clone().to(d).requires_grad_() for d in (dtype, torch.float32))
         call = norm_calls.recognise_module(form, mine, x)
-        assert norm_calls.form_of(type(plain)) == form
+        assert norm_calls.variant_of(type(plain)) == form
         y, expected = call.run(Identity(), Key()), plain(twin)
         assert y.dtype == expected.dtype
         assert torch.equal(y, expected)

@@ -29,7 +29,7 @@ def codes(forwards, graph, places):
     """Payloads of a graph's run, by the places of its ops, in the order in which those run."""
     x = torch.randn(4, 256, generator=torch.Generator().manual_seed(0))
     group = Group(bits=2)
-    form = payload_ops.form_of(group, flatten(x)[1], Group.parts)
+    form = payload_ops.signature_of(group, flatten(x)[1], Group.parts)
     counter = payload_ops.counter_of(forwards)
     found = {
         place: payload_ops.compress_op(x, form, (0, place, counter, graph, place))[0]
@@ -80,7 +80,7 @@ VIEWS = {
 def test_kernels_that_are_remembered_make_what_the_compressor_makes(view, dtype, compressor):
     x = VIEWS[view](torch.randn(2, 9, 64).to(dtype))
     compressor = compressor.for_saved(x.shape)
-    form = payload_ops.form_of(compressor, flatten(x)[1], compressor.parts)
+    form = payload_ops.signature_of(compressor, flatten(x)[1], compressor.parts)
     key = 3, 5, 0, 0, 0
     with backend("reference"):
         parts = payload_ops.compress_op(x, form, key)
@@ -105,7 +105,9 @@ def test_kernels_that_are_remembered_make_what_the_compressor_makes(view, dtype,
 )
 def test_a_tensor_that_lies_otherwise_than_when_it_was_traced_comes_back(traced, given):
     x = given(torch.randn(4, 64, 16))
-    form = payload_ops.form_of(Group(bits=8), flatten(traced(torch.zeros(x.shape)))[1], Group.parts)
+    form = payload_ops.signature_of(
+        Group(bits=8), flatten(traced(torch.zeros(x.shape)))[1], Group.parts
+    )
     compress, decompress = ops(form, (0, 0, 0, 0, 0), x.dtype)
     for one in (x, x, traced(x.contiguous()), x):
         assert (decompress(compress(one), one.shape) - one).abs().max() < 0.1
@@ -113,7 +115,7 @@ def test_a_tensor_that_lies_otherwise_than_when_it_was_traced_comes_back(traced,
 
 def test_shapes_and_backends_may_vary_at_one_place():
     group = Group(bits=8)
-    form = payload_ops.form_of(group, flatten(torch.zeros(4, 256))[1], Group.parts)
+    form = payload_ops.signature_of(group, flatten(torch.zeros(4, 256))[1], Group.parts)
     compress, decompress = ops(form, (0, 0, 0, 0, 0), torch.float32)
     for rows in (4, 4, 9, 0, 4):
         x = torch.randn(rows, 256)
@@ -137,7 +139,7 @@ def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels()
 
     x, ways = torch.ones(64, 64), {}
     for sign in (1.0, -1.0):
-        form = payload_ops.form_of(defined(sign), flatten(x)[1], Group.parts)
+        form = payload_ops.signature_of(defined(sign), flatten(x)[1], Group.parts)
         if form not in ways:  # code that was loaded stays
             ways[form] = ops(form, (0, 0, 0, 0, 0), x.dtype)
         compress, decompress = ways[form]
@@ -149,6 +151,8 @@ def test_a_compressor_that_is_defined_again_under_one_text_has_its_own_kernels()
 def test_unequal_compressors_have_unequal_forms():
     """Graphs know a form by its text: of equal texts, the last one's compressor would serve."""
     layout, group = flatten(torch.zeros(2, 3))[1], Group(bits=8)
-    forms = {payload_ops.form_of(one, layout, one.parts) for one in (group, of_logarithms(group))}
+    forms = {
+        payload_ops.signature_of(one, layout, one.parts) for one in (group, of_logarithms(group))
+    }
     assert len(forms) == 2
     assert [field.name for field in fields(Group) if field.compare and not field.repr] == []

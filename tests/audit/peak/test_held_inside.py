@@ -12,7 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import memtrain.kernels
 from memtrain.activations.trace.fake_results import RealResults
-from memtrain.audit.peak import held_inside, predict
+from memtrain.audit.peak import op_workspace, predict
 
 tracker = pytest.importorskip("benchmarks.tracker")
 
@@ -20,7 +20,7 @@ PROGRAM = """
 import json
 import torch
 from benchmarks import tracker
-from memtrain.audit.peak.held_inside import held_inside
+from memtrain.audit.peak.op_workspace import workspace_of
 from memtrain.kernels.group import group
 from memtrain.kernels.norm import norm
 from memtrain.kernels.packing import pack
@@ -123,7 +123,7 @@ for name, (func, args, *named) in cases.items():
     kwargs = named[0] if named else {}
     func(*args, **kwargs)  # what libraries make at their first call is there then
     result = func(*args, **kwargs)
-    declared = held_inside(func, args, kwargs, result)
+    declared = workspace_of(func, args, kwargs, result)
     del result
     tracker.restart()
     result = func(*args, **kwargs)
@@ -172,7 +172,7 @@ def test_an_op_with_an_output_argument_is_counted_without_keeping_it():
     out = torch.empty_like(x)
     func = torch.ops.aten.max_pool2d_with_indices_backward.grad_input
     args = (y, x, [2, 2], [2, 2], [0, 0], [1, 1], False, indices)
-    held_inside.held_inside(func, args, {"grad_input": out}, out)
+    op_workspace.workspace_of(func, args, {"grad_input": out}, out)
     reference = weakref.ref(out)
     del out
     assert reference() is None
@@ -185,7 +185,7 @@ def test_what_an_op_holds_is_part_of_the_predicted_moment():
     moment = next(m for m in timeline.moments if m.label == "forward of 0 / convolution")
     y = model(batch)
     args = (batch, model[0].weight, None, [1, 1], [1, 1], [1, 1], False, [0, 0], 1)
-    held = held_inside.held_inside(torch.ops.aten.convolution.default, args, {}, y)
+    held = op_workspace.workspace_of(torch.ops.aten.convolution.default, args, {}, y)
     assert held > 0
     weights = sum(p.nbytes for p in model.parameters())
     assert moment.nbytes == weights + batch.nbytes + y.nbytes + held

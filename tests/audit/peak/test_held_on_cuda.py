@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import memtrain.kernels
-from memtrain.audit.peak.held_inside import held_on_cuda
+from memtrain.audit.peak.op_workspace import cuda_workspace_of
 from memtrain.audit.peak.recorder import StorageRecorder
 from memtrain.kernels.codebook import quantize
 from memtrain.kernels.derivative import derivative
@@ -106,7 +106,7 @@ def test_what_tritons_ops_hold_is_what_they_declare():
             with recorder:
                 result = run(*args)
         alive = [*accumulate(delta for _, delta, _, _ in recorder.events)] or [0]
-        declared = held_on_cuda(getattr(torch.ops.memtrain, op).default, args, {}, result)
+        declared = cuda_workspace_of(getattr(torch.ops.memtrain, op).default, args, {}, result)
         if declared != max(alive) - alive[-1]:
             wrong[case] = declared, max(alive) - alive[-1]
     assert not wrong

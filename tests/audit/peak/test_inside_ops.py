@@ -7,8 +7,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from memtrain.audit.allocations import Allocations
-from memtrain.audit.peak import held_inside as held_inside_module
-from memtrain.audit.peak.held_inside import held_inside
+from memtrain.audit.peak import op_workspace
+from memtrain.audit.peak.op_workspace import workspace_of
 
 BLOCK = 4 * 60 * 60
 """Bytes of the block through which torch copies a transposed matrix, part by part."""
@@ -26,7 +26,7 @@ class Inside(TorchDispatchMode):
         with Allocations(torch.device("cpu")) as live:
             result = func(*args, **kwargs)
             inside = live.peak_nbytes - live.nbytes()
-        self.rows.append((func, held_inside(func, args, kwargs, result), inside))
+        self.rows.append((func, workspace_of(func, args, kwargs, result), inside))
         return result
 
 
@@ -91,7 +91,7 @@ def test_an_op_holds_inside_what_it_declares(name, dense):
 
 def test_many_samples_save_what_a_few_of_them_predict(monkeypatch):
     run = conv(32, 64, 3, 2, padding=1, x=r(24, 32, 32, 32))
-    monkeypatch.setattr(held_inside_module, "SAMPLE", 7 * 4 * 32 * 32 * 32)
+    monkeypatch.setattr(op_workspace, "SAMPLE", 7 * 4 * 32 * 32 * 32)
     torch.set_num_threads(1)
     with Inside() as inside:
         run().square().sum().backward()

@@ -16,8 +16,8 @@ _GLOBALS: dict[str, Any] = {"torch": torch, "math": math, "nn": nn}
 
 def defined(cls: type, method: str) -> Any:
     """Return the method that `cls` itself defines (below what `replace_forward` puts there)."""
-    own = vars(cls).get(method)
-    return getattr(own, "original", own)
+    function = vars(cls).get(method)
+    return getattr(function, "original", function)
 
 
 @cache

@@ -24,12 +24,12 @@ SAMPLE = 16 * 2**20
 """For larger inputs, the op runs with fewer samples, and its bytes are extrapolated."""
 
 
-def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def workspace_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return the most bytes that an op on the CPU allocates and frees while it runs, or 0.
 
     Example:
         >>> x, mask = torch.ones(8), torch.ones(8, dtype=torch.bool)
-        >>> held_inside(torch.ops.aten.mul.Tensor, (x, mask), {}, x)  # the mask as float32
+        >>> workspace_of(torch.ops.aten.mul.Tensor, (x, mask), {}, x)  # the mask as float32
         32
     """
     name = func._schema.name
@@ -40,7 +40,7 @@ def held_inside(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     return INSIDE[name](*args, **kwargs) if name in INSIDE else 0
 
 
-def held_on_cuda(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+def cuda_workspace_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Return these bytes for an op on CUDA; 0 for torch's ops, which are unknown."""
     declared = INSIDE_CUDA.get(func._schema.name)
     return 0 if declared is None else declared(*args, **kwargs)
@@ -75,9 +75,9 @@ def _averaged(args: Any, kwargs: Any, result: Any) -> int:
     return _accumulated(args, kwargs, result)
 
 
-def _product(places: Sequence[int], args: Any, kwargs: Any, result: Any) -> int:
+def _product(positions: Sequence[int], args: Any, kwargs: Any, result: Any) -> int:
     """Copies, one matrix at a time, of operands that BLAS cannot read."""
-    operands = [args[place] for place in places if args[place].numel()]
+    operands = [args[position] for position in positions if args[position].numel()]
     return sum(x.shape[-2:].numel() * x.element_size() for x in operands if not _is_matrix(x))
 
 
