@@ -244,9 +244,9 @@ RELEASED = {
 
 @pytest.mark.parametrize("name", STEPPED)
 def test_a_parameter_more_takes_a_prepared_step_few_calls(name, unlaunched):
-    """Each property is read for all tensors at once: 11 calls, and 35 tensor by tensor."""
+    """25 calls (SGD: 21), two for each tensor of a payload; preparing takes 270."""
     few, many = (step(*prepared(STEPPED[name], n), calls) for n in (90, 180))
-    assert (many - few) / 90 <= 15
+    assert (many - few) / 90 <= 25
 
 
 def test_a_step_has_the_states_of_each_parameter():
@@ -257,9 +257,8 @@ def test_a_step_has_the_states_of_each_parameter():
         param.grad = torch.ones_like(param)
     optimizer.step()
     parts = parts_of(optimizer.param_groups)
-    _, _, states = tensors_of(parts, [(), ("momentum_buffer",)], optimizer.state)
+    _, (_, found, *_) = tensors_of(parts, [(), ("momentum_buffer",)], optimizer.state)
     kept = [optimizer.state[param]["momentum_buffer"] for param in params[1:]]
-    found = [*states]
     assert [len(states) for states in found] == [0, 1, 1]
     assert all(states[0] is one for states, one in zip(found[1:], kept, strict=True))
 

@@ -33,9 +33,9 @@ ROWS, COLS = 256, 128
 class Inputs(NamedTuple):
     """What changes from step to step, one value per entry."""
 
-    grads: Sequence[Tensor]
     scalars: Sequence[Scalars]
-    states: Sequence[tuple[Payload, ...]] = ()
+    grads: Sequence[Tensor]
+    states: Sequence[Sequence[Payload]] = ()
     """Read where torch works on them: for rank-1, factored and Lloyd-Max states."""
     seeds: Sequence[int] = ()
     """Of stochastic rounding; empty without."""
@@ -52,8 +52,8 @@ def inputs_of(entries: Sequence[Entry]) -> Inputs:
     """Return the inputs of entries."""
     guards = [entry.guard for entry in entries]
     return Inputs(
-        [entry.grad for entry in entries],
         [entry.scalars for entry in entries],
+        [entry.grad for entry in entries],
         [entry.states for entry in entries],
         [entry.master.seed for entry in entries],
         guards if any(guard is not None for guard in guards) else (),

@@ -58,7 +58,8 @@ class TritonEntryGroup(EntryGroup):
         own = count * SCALARS // 8
         self._here, self._there = new_table(own + count * FIELDS, self.device)
         numbers = self._here.numpy()
-        self._own, self._rows = numbers[:own], numbers[own:].reshape(count, FIELDS)
+        self._own = numbers[:own].view(np.float32).reshape(count, COUNT)
+        self._rows = numbers[own:].reshape(count, FIELDS)
         self._table = self._there[own:].view(count, FIELDS)
         self._scalars = self._there[:own].view(torch.float32).view(count, COUNT)
         self._rows[:] = table(entries)
@@ -83,7 +84,7 @@ class TritonEntryGroup(EntryGroup):
             self._rows[:, SEED_FIELD] = inputs.seeds
         if inputs.guards:
             self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
-        self._own[:] = stacked_rows(inputs.scalars).reshape(-1).view(np.int64)
+        self._own[:] = stacked_rows(inputs.scalars)
         self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
         send(self._here, self._there)
 

@@ -63,8 +63,6 @@ class PreparedStep:
             (positions, _group([self._entries[k] for k in positions], chosen))
             for (chosen, *_), positions in kinds.items()
         ]
-        self.reads_states = any(group.reads_states for _, group in self._groups)
-        """Whether a step from `Inputs` reads their states."""
 
     def _place(self, k: int, chosen: str, kinds: dict[Any, list[int]]) -> None:
         """Assign an entry to a kernel group, the reference or the sharded step."""

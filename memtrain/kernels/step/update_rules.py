@@ -262,11 +262,11 @@ def gradient(h: Scalars, grad: Tensor, p: Tensor) -> Tensor:
 
 
 def stacked_rows(scalars: Sequence[Scalars]) -> np.ndarray:
-    """Return the scalars of n entries as kernels read them: float32, [n, COUNT]."""
+    """Return the scalars of n entries as kernels read them: float32, [n or 1, COUNT]."""
     different = {id(one): one for one in scalars}  # mostly one for all
     rows = np.array([*map(_row, different.values())])
     if len(rows) == 1:
-        return rows.repeat(len(scalars), 0)
+        return rows
     positions = {kept: k for k, kept in enumerate(different)}
     return rows[[positions[id(one)] for one in scalars]]
 

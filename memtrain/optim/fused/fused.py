@@ -1,6 +1,6 @@
 """Optimizers whose kernels decompress, step and compress all parameters at once."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, ClassVar, TypeVar
 
@@ -13,6 +13,7 @@ from memtrain.compressors.base import Compressor
 from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import is_simulated
 from memtrain.kernels.step.codecs import EXACT, Codec
+from memtrain.kernels.step.groups import Inputs
 from memtrain.kernels.step.prepared import PreparedStep, PreparedSteps
 from memtrain.kernels.step.step import Entry, check_entry, has_kernel
 from memtrain.kernels.step.update_rules import Scalars
@@ -55,7 +56,6 @@ _TITLES = {
     "momentum": "momentum value",
     "weight_decay": "weight_decay value",
 }
-_CHECKED = (*_TITLES, "betas")
 
 
 class FusedStates(CompressedStates):
@@ -136,7 +136,7 @@ class FusedStates(CompressedStates):
         for name, why in REFUSED.items():
             if group.get(name):
                 raise ValueError(f"{type(self).__name__} has no {name}: {why}")
-        check_numbers({name: group[name] for name in _CHECKED if name in self.defaults})
+        check_numbers(group, self.defaults)
 
     @classmethod
     def state_names(cls, group: dict[str, Any]) -> tuple[str, ...]:
@@ -189,10 +189,8 @@ class FusedStates(CompressedStates):
             self.check(group)
         watched = self._stall.before(own)
         if prepared is not None and found is not None:
-            _, inputs, states = found
             scalars = [one for part in own for one in self._scalars(*part)]
-            own_states = [*states] if prepared.reads_states else ()
-            prepared.run(inputs._replace(scalars=scalars, states=own_states))
+            prepared.run(Inputs(scalars, *found[1]))
         else:
             self._prepare_and_step(own)
         _increase_versions([target.param for _, targets in own for target in targets])
@@ -215,7 +213,7 @@ class FusedStates(CompressedStates):
         found = self._step_tensors(parts)
         prepared = PreparedStep(entries)
         prepared.run()
-        if found is not None and prepared.lasting and len(entries) == len(found[1].grads):
+        if found is not None and prepared.lasting and len(entries) == len(found[1][0]):
             self._steps.keep(found[0], prepared)
 
     def _check_states(self, parts: Sequence[Part]) -> None:
@@ -338,15 +336,18 @@ class FusedStates(CompressedStates):
         return super()._load_plain(param, name, whole)
 
 
-def check_numbers(group: dict[str, Any]) -> None:
-    """Raise torch's `ValueError` for negative or NaN options and betas outside [0, 1)."""
+def check_numbers(group: dict[str, Any], known: Container[str] = ("betas", *_TITLES)) -> None:
+    """Raise torch's `ValueError` for negative or NaN options and betas outside [0, 1).
+
+    Options that are not in `known` are not read: another optimizer's checkpoint has brought them.
+    """
     for name, title in _TITLES.items():
-        value = group.get(name, 0.0)
+        value = group.get(name, 0.0) if name in known else 0.0
         if isinstance(value, Tensor) and value.numel() != 1:
             raise ValueError(f"Tensor {name} must be 1-element, got shape {tuple(value.shape)}")
         if not float(value) >= 0:
             raise ValueError(f"Invalid {title}: {value}; allowed: {name} of at least 0")
-    for k, beta in enumerate(group.get("betas", ())):
+    for k, beta in enumerate(group.get("betas", ()) if "betas" in known else ()):
         if not 0 <= beta < 1:
             raise ValueError(f"Invalid beta parameter at index {k}: {beta}; allowed: [0, 1)")
 

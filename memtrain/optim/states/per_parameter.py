@@ -1,18 +1,10 @@
-"""Values cached per parameter, for as long as the parameter lives."""
+"""Numbers and groups of an optimizer's parameters, cached by identity."""
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import ref
 
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
-
-
-def positions_of(optimizer: Any) -> Any:
-    """Return a cache of the optimizer: parameter -> its number, its group and its index there."""
-    known = vars(optimizer)
-    if "_positions" not in known:
-        known["_positions"] = WeakIdKeyDictionary()
-    return known["_positions"]
 
 
 def number_of(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -> int:
@@ -23,28 +15,31 @@ def number_of(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -
         >>> optimizer, groups = lambda: None, [{"params": [weight]}, {"params": [bias]}]
         >>> number_of(optimizer, bias, groups), group_of(optimizer, bias, groups) is groups[1]
         (1, True)
-        >>> del weight, groups[0]
-        >>> len(positions_of(optimizer))
-        1
     """
-    found = positions_of(optimizer).get(param)
-    return _find(optimizer, param, groups)[0] if found is None else found[0]
+    return _position(optimizer, param, groups)[1]
 
 
 def group_of(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the group that contains a parameter now."""
-    found = positions_of(optimizer).get(param)
-    if found is not None:
-        _, g, k = found
-        if g < len(groups) and k < len(own := groups[g]["params"]) and own[k] is param:
-            return groups[g]
-    return groups[_find(optimizer, param, groups)[1]]
+    _, _, g, k = _position(optimizer, param, groups)
+    if g < len(groups) and k < len(own := groups[g]["params"]) and own[k] is param:
+        return groups[g]
+    optimizer._positions.clear()
+    return groups[_position(optimizer, param, groups)[2]]
 
 
-def _find(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -> tuple[int, int, int]:
-    positions, number = positions_of(optimizer), 0
-    for g, group in enumerate(groups):
-        for k, each in enumerate(group["params"]):
-            positions[each] = number, g, k
-            number += 1
-    return positions[param]
+def stand_in(optimizer: Any, param: Tensor, leaf: Tensor) -> None:
+    """Give a leaf that is stepped in a parameter's place its number."""
+    optimizer._positions[id(leaf)] = (ref(leaf), *optimizer._positions[id(param)][1:])
+
+
+def _position(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -> Any:
+    """Return a weak reference to a parameter, its number, its group and its index there."""
+    known = vars(optimizer).setdefault("_positions", {})
+    found = known.get(id(param))
+    if found is None or found[0]() is not param:  # another tensor had this id
+        each = ((p, g, k) for g, group in enumerate(groups) for k, p in enumerate(group["params"]))
+        known.clear()
+        known.update((id(p), (ref(p), n, g, k)) for n, (p, g, k) in enumerate(each))
+        found = known[id(param)]
+    return found

@@ -46,8 +46,8 @@ def norm_of(grad: Tensor) -> float | Tensor:
     grad = torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
     dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
     norm_in = partial(torch.linalg.vector_norm, dtype=dtype)
-    cast = grad.is_cpu and not is_for_cuda(grad) and grad.dtype.itemsize < 4
-    if cast and not is_sharded(grad) and grad.numel() > PIECE:
+    large = grad.numel() > PIECE and grad.itemsize < 4 and not is_sharded(grad)
+    if large and grad.is_cpu and not is_for_cuda(grad):
         rows = max(1, PIECE * len(grad) // grad.numel())
         norm: Any = norm_in(torch.stack([*map(norm_in, grad.split(rows))]))
     else:

@@ -261,15 +261,16 @@ class ReleaseGradients(OptimizerWrapper):
     @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
         """Apply a complete gradient in the backward, unless a sum must wait."""
-        if param.grad is None:
+        grad = param.grad
+        if grad is None:
             return
         self.enter()
         self.refuse_replaced(self._handles)
         stays = False
         try:
-            wait_for_part(param.grad)
-            self.take(param, param.grad)
-            stays = self.late_changes.keeps(param, param.grad)
+            wait_for_part(grad)
+            self.take(param, grad)
+            stays = self.late_changes.keeps(param, grad)
         finally:
             if not stays:
                 param.grad = None

@@ -19,7 +19,7 @@ from memtrain.optim.states.compressed_states import (
     restore_methods,
 )
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.per_parameter import group_of, number_of, positions_of
+from memtrain.optim.states.per_parameter import group_of, number_of, stand_in
 from memtrain.optim.states.plain_checkpoints import restore_dtypes, share_groups
 from memtrain.optim.states.shards import in_zero
 from memtrain.optim.states.targets import Target
@@ -80,7 +80,7 @@ def step_targets(
     if isinstance(optimizer, FusedStates):
         optimizer.step_targets(targets)
         return
-    positions, found = positions_of(optimizer), dict[int, tuple[dict[str, Any], dict[str, Any]]]()
+    found: dict[int, tuple[dict[str, Any], dict[str, Any]]] = {}
     gradients: list[tuple[Tensor, Tensor | None]] = []
     for param, grad, *_ in allowed(targets):
         group = group_of(optimizer, param, optimizer.param_groups)
@@ -91,7 +91,7 @@ def step_targets(
             gradients.append((leaf, leaf.grad))
             leaf.grad = grad.to(leaf.dtype)
     for param, leaf in masters.items():
-        positions[leaf] = positions[param]
+        stand_in(optimizer, param, leaf)
         _move_states(optimizer, param, leaf)
     try:
         _step_groups(optimizer, [alone for alone, _ in found.values()])
