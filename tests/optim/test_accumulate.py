@@ -170,6 +170,22 @@ def test_the_sum_is_clipped_and_nan_skips_it():
     assert torch.allclose(weight.detach(), torch.tensor([-0.6, -0.8]))
 
 
+def test_a_last_accumulation_of_fewer_passes_is_clipped_by_its_own_norm():
+    """Seven batches in threes, as accelerate steps at the end of an epoch: 3, 3 and 1 passes."""
+    weight, bias, moves = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1)), []
+    optimizer = sgd([weight, bias], clip="previous", limit=1.0, accumulate=3)
+    for batch in (*range(7), *range(7)):
+        (3 * weight + 4 * bias).sum().backward()
+        if batch in (2, 5, 6):
+            optimizer.step()
+            moves.append((weight**2 + bias**2).sqrt().item())
+            for param in (weight, bias):
+                param.data.zero_()
+    # The first step clips each by its own norm; others all by 15, or by 5 after one pass.
+    assert moves == pytest.approx([2**0.5, *[1.0] * 5])
+    assert optimizer.norm == 15.0
+
+
 def test_a_resumed_run_draws_the_same_numbers():
     model = make()
     optimizer = ReleaseGradients(adamw(model), accumulate=2, seed=3)

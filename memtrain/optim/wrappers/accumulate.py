@@ -59,6 +59,10 @@ class GradientSums:
         """Whether a sum is incomplete."""
         return bool(self._sums)
 
+    def each(self) -> Iterator[Tensor]:
+        """Yield every incomplete sum."""
+        return (sharded_like(self._decoded(p, own), p) for p, (own, _) in self._sums.items())
+
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield and remove every incomplete sum, with its parameter."""
         while self._sums:

@@ -46,7 +46,8 @@ class ReleaseGradients(OptimizerWrapper):
     - `value` clamps every element to +-limit.
     - `parameter` scales each gradient whose own norm exceeds the limit.
     - `previous` scales all gradients by the global norm of the *last* step (each by its own norm in
-      the first step, and after a norm of 0).
+      the first step, and after a norm of 0). A step of incomplete sums, as at the end of an epoch,
+      is scaled by its own global norm; the next step uses the norm before it.
     - `two_pass` is exact: `step(closure)` runs the closure's backward twice, for the global norm
       and to update, with the same random state.
     - `global_norm` is exact: gradients are kept until `step()`. This saves memory only with states
@@ -121,6 +122,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._done: set[Tensor] = set()
         self._rates: list[float] = []  # those of this step's first update
         self._squares = 0.0
+        self._rest_norm = 0.0  # of previous: the norm of a step of incomplete sums
         # Parameter, norm on its device, and step counter before the update.
         self._pending: list[tuple[Tensor, Tensor, Tensor | float | None]] = []
         self._pass = ""  # of two_pass: "measure" or "update"
@@ -171,9 +173,9 @@ class ReleaseGradients(OptimizerWrapper):
         self.late_changes.forget()
         self.backward.forget()
         if self._done and self._measures:
-            self.norm = math.sqrt(self._squares)
+            self.norm = self.norm if self._rest_norm else math.sqrt(self._squares)
         self._done.clear()
-        self._squares = 0.0
+        self._squares = self._rest_norm = 0.0
         self._attach()
         self._sums.steps += 1
         self.advance()
@@ -204,7 +206,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._sums.drop()
         self._done.clear()
         self.backward.forget()
-        self._squares, self._pending, self._waiting = 0.0, [], []
+        self._squares, self._rest_norm, self._pending, self._waiting = 0.0, 0.0, [], []
 
     def detach(self) -> Optimizer:
         """Remove the hooks, and return the inner optimizer, which may step again."""
@@ -321,6 +323,9 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _update_rest(self) -> None:
         """Apply incomplete sums, gradients that were set by hand, and kept gradients."""
+        if self.clip == "previous" and not self._done:
+            norms = (float(gradient_norms.norm_of(total)) for total in self._sums.each())
+            self._rest_norm = math.hypot(*filter(math.isfinite, norms)) / self.loss_scale
         for param, total in self._sums.rest():
             self._update(param, total)
         for param in self.params():
@@ -396,8 +401,8 @@ class ReleaseGradients(OptimizerWrapper):
             return self._factor
         if self.clip not in ("parameter", "previous"):
             return 1.0
-        if self.clip == "previous" and self.norm:  # none before the first step: each by its own
-            norm = self.norm
+        if self.clip == "previous":  # no norm before the first step: each by its own
+            norm = self._rest_norm or self.norm or norm
         factor = self.limit / (norm + _TINY)
         return factor.clamp(max=1.0) if isinstance(factor, Tensor) else min(1.0, factor)
 
