@@ -59,6 +59,10 @@ PRIVATE = re.compile(
     re.IGNORECASE,
 )
 """Words that readers from outside had to guess, matched as whole words."""
+_NAMES = re.compile(
+    "foreign|given|held|look|mine|theirs|asked|again|beneath|" + PRIVATE.pattern, re.IGNORECASE
+)
+"""Words that no identifier of the package may have, beside those that nothing has."""
 _PRIVATE = re.compile(rf"\b({PRIVATE.pattern})\b", re.IGNORECASE)
 _PARTS = re.compile(r"[A-Za-z]+")
 
@@ -100,6 +104,7 @@ def private_words(path: Path) -> list[tuple[int, str]]:
 
 def private_names(path: Path) -> list[tuple[int, str]]:
     """Return the identifiers of a Python file that contain a private word, where they are bound."""
+    private = _NAMES if (ROOT / "memtrain") in path.parents else PRIVATE
     found = []
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         name = getattr(node, "name", None) or getattr(node, "arg", None)
@@ -108,7 +113,7 @@ def private_names(path: Path) -> list[tuple[int, str]]:
         if not isinstance(name, str):
             continue
         parts = _PARTS.findall(re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name))
-        if any(PRIVATE.fullmatch(part) for part in (name.strip("_"), *parts)):
+        if any(private.fullmatch(part) for part in (name.strip("_"), *parts)):
             found.append((getattr(node, "lineno", 0), name))
     return found
 

@@ -16,25 +16,25 @@ class CopiesInFlight:
     """
 
     def __init__(self) -> None:
-        self._held: deque[tuple[Any, Any, Any]] = deque()
+        self._kept: deque[tuple[Any, Any, Any]] = deque()
 
-    def add(self, stream: Any, copied: Any, held: Any) -> None:
-        """Keep the tensors `held` of a stream until the event `copied` at the end of their copy."""
-        self._held.append((stream, copied, held))
+    def add(self, stream: Any, copied: Any, kept: Any) -> None:
+        """Keep the tensors `kept` of a stream until the event `copied` at the end of their copy."""
+        self._kept.append((stream, copied, kept))
 
     def make_room(self) -> None:
         """Release tensors before another copy, so that a host that runs ahead keeps no more."""
-        while len(self._held) >= AT_ONCE:
+        while len(self._kept) >= AT_ONCE:
             self._release()
 
     def clear(self) -> None:
         """Release all of it."""
-        while self._held:
+        while self._kept:
             self._release()
 
     def _release(self) -> None:
         try:
-            stream, copied, _ = self._held.popleft()
+            stream, copied, _ = self._kept.popleft()
         except IndexError:  # another thread, in its backward or step, has just released it
             return
         stream.wait_event(copied)

@@ -25,14 +25,14 @@ def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) 
     is_current = device.index == torch.cuda.current_device()
     with nullcontext() if is_current else torch.cuda.device(device):
         if torch.version.hip is None:
-            launch_again(kernel, grid, arguments, options, device.index)
+            launch_cached(kernel, grid, arguments, options, device.index)
             return
         # Triton compiles for more there: whether a tensor has 2 GiB or more.
         lanes = torch.cuda.get_device_properties(device).warp_size
         kernel[grid](*arguments, **for_amd(options, lanes))
 
 
-def launch_again(
+def launch_cached(
     kernel: Any,
     grid: tuple[int, ...],
     arguments: Sequence[Any],
@@ -47,15 +47,15 @@ def launch_again(
     Raises:
         TypeError: If a constant is among the arguments, whose values do not select a binary.
     """
-    form = [id(kernel), device, *options, *options.values()]
+    signature = [id(kernel), device, *options, *options.values()]
     for x in arguments:  # a binary is for types, whole addresses, and integers of these kinds
         if type(x) is int:
-            form += x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
+            signature += x == 1, x % 16 == 0, -(2**31) <= x < 2**31, x < 2**63
         elif isinstance(x, Tensor):
-            form += x.dtype, x.data_ptr() % 16 == 0
+            signature += x.dtype, x.data_ptr() % 16 == 0
         else:
-            form += type(x), None if type(x) is float else x
-    key = tuple(form)
+            signature += type(x), None if type(x) is float else x
+    key = tuple(signature)
     known = _compiled.get(key)
     if known is not None:
         _, made, constants = known

@@ -207,9 +207,9 @@ def register(
     for key in ("CPU", "CUDA"):
         _LIBRARY.impl(name, implementation, key)
     torch.library.register_fake(f"memtrain::{name}", fake, lib=_LIBRARY)
-    for held, known in ((inside, INSIDE), (inside_cuda, INSIDE_CUDA)):
-        if held is not None:
-            known[f"memtrain::{name}"] = held
+    for function, known in ((inside, INSIDE), (inside_cuda, INSIDE_CUDA)):
+        if function is not None:
+            known[f"memtrain::{name}"] = function
     return getattr(torch.ops.memtrain, name)
 
 

@@ -34,9 +34,9 @@ def is_dense(x: Tensor) -> bool:
 
 def in_order(x: Tensor, shape: Sequence[int], stride: Sequence[int]) -> Tensor:
     """Return `x` in the memory order of a dense tensor's strides, a copy if necessary."""
-    mine = x.stride()
-    if mine == stride or all(
-        size <= 1 or a == b for size, a, b in zip(shape, mine, stride, strict=True)
+    found = x.stride()
+    if found == stride or all(
+        size <= 1 or a == b for size, a, b in zip(shape, found, stride, strict=True)
     ):
         return x
     return torch.empty_strided(shape, stride, dtype=x.dtype, device=x.device).copy_(x)

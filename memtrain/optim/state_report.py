@@ -58,7 +58,7 @@ def describe(optimizer: Optimizer) -> list[layout.StateRow]:
     inner = innermost(optimizer)
     if isinstance(inner, CompressedStates):
         pairs = zip(on_each(inner.param_groups), on_each(optimizer.param_groups), strict=True)
-        outer = {theirs[0]: own[0] for theirs, own in pairs}  # states on the host are of copies
+        outer = {copy[0]: param[0] for copy, param in pairs}  # states on the host are of copies
         rows = _rows(inner, inner.choose, inner.min_elements)
         return [row._replace(param=outer[row.param]) for row in rows]
     return _rows(optimizer, lambda param, state: Keep("kept: not compressed"), 0)

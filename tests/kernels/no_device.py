@@ -103,7 +103,7 @@ class Execution(NoDevice):
 
 def execute(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
     """In place of `device_guard.launch`: as it launches on CUDA tensors."""
-    device_guard.launch_again(kernel, grid, arguments, options, 0)
+    device_guard.launch_cached(kernel, grid, arguments, options, 0)
 
 
 def _ranges(values: Iterable[Any]) -> Iterator[tuple[int, int]]:

@@ -181,14 +181,14 @@ def constants_by_place(source):
 
 
 def test_constants_are_launched_by_their_names():
-    """Their position would not distinguish two binaries (`launch_again`)."""
+    """Their position would not distinguish two binaries (`launch_cached`)."""
     kernel = "def a_kernel(x_ptr, n, SIZE: tl.constexpr): 0\n"
     assert constants_by_place(f"{kernel}launch(a_kernel, (1,), x, 3, 16)") == [2]
     assert constants_by_place(f"{kernel}launch(a_kernel, (1,), x, 3, SIZE=16)") == []
     assert [constants_by_place(path.read_text()) for path in SOURCES] == [[] for _ in SOURCES]
     by_place = SimpleNamespace(params=[SimpleNamespace(is_constexpr=True)])
     with pytest.raises(TypeError, match="a constant among the arguments"):
-        device_guard.launch_again(by_place, (1,), (3,), {}, 0)
+        device_guard.launch_cached(by_place, (1,), (3,), {}, 0)
 
 
 @pytest.mark.skipif(cpu.library() is None, reason="no C++ library")

@@ -244,7 +244,7 @@ def load(rank, world, path):
         worth = torch.load(f"{path}/{name}.pt")
         for p, saved in zip(parameters_of(optimizer), worth, strict=True):
             for key, x in states(optimizer, p).items():
-                first, count = shards.own_rows(p)
+                first, count = shards.local_rows(p)
                 was, now = saved[key][first : first + count], shards.local(x)
                 moved = now.sub(was).abs().max().item() if now.numel() else 0.0
                 found[f"{name} {tuple(p.shape)} {key}"] = moved

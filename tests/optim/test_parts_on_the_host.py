@@ -20,7 +20,7 @@ from memtrain.optim import (
     portable_state_dict,
 )
 from memtrain.optim.states import shards
-from memtrain.optim.states.shards import local, place, wait_for_part
+from memtrain.optim.states.shards import local, placed_as, wait_for_part
 from memtrain.optim.wrappers.gradient_norms import norm_of
 
 pytestmark = pytest.mark.skipif(
@@ -88,7 +88,7 @@ def test_states_stay_with_their_part(make, mesh_of):
 def test_a_plain_checkpoint_is_split_where_the_part_is(mesh_of):
     whole = torch.randn(128, 64)
     param = parameter(mesh_of("meta"))
-    assert torch.equal(local(place(whole, param)), whole)
+    assert torch.equal(local(placed_as(whole, param)), whole)
     optimizer = AdamW4bit([param], min_elements=0)
     optimizer.step()
     states = portable_state_dict(optimizer)

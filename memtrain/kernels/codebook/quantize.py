@@ -202,15 +202,15 @@ def _quantize(
     codes, scale = _empty(x, *book, block_size, seed)
     if chosen == "reference":
         return quantize_scaled_reference(x, book, seed), scale
-    written = None if block_size is None else scale
+    scale_out = None if block_size is None else scale
     if chosen == "triton":
         from memtrain.kernels.codebook import quantize_triton
 
-        quantize_triton.quantize(x.contiguous(), book, seed, codes, written)
+        quantize_triton.quantize(x.contiguous(), book, seed, codes, scale_out)
         return codes, scale
     tables = inner_bounds(book, x.device, stochastic=seed is not None), book.values(x.device)
     sizes = (x.numel(), block, bits, signed, int(seed is not None), seed or 0)
-    cpu.call("mt_codebook_quantize", readable(x, torch.float32), *tables, codes, written, *sizes)
+    cpu.call("mt_codebook_quantize", readable(x, torch.float32), *tables, codes, scale_out, *sizes)
     return codes, scale
 
 

@@ -26,18 +26,18 @@ def least(a, b):
 
 
 @triton.jit
-def place_and_sign(x, top, offset):
+def position_and_sign(x, top, offset):
     """Return twice the offset plus the sign bit for elements of magnitude `top`; else 2**31 - 1.
 
     The minimum over a block belongs to the first element of largest magnitude.
     """
-    place = 2 * offset | (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
-    return tl.where(magnitude(x) == top, place, 0x7FFFFFFF)
+    position = 2 * offset | (x.to(tl.uint32, bitcast=True) >> 31).to(tl.int32)
+    return tl.where(magnitude(x) == top, position, 0x7FFFFFFF)
 
 
 @triton.jit
 def sign_of(first, top):
-    """Return the sign bit of the minimum of `place_and_sign`; 0 for a block of zeros."""
+    """Return the sign bit of the minimum of `position_and_sign`; 0 for a block of zeros."""
     return tl.where(top > 0, first << 31, 0)
 
 
@@ -95,8 +95,8 @@ def _quantize_kernel(
         if SIGNED:
             first = tl.full((GROUPS, WIDTH_PAD), 0x7FFFFFFF, tl.int32)
             for s in tl.static_range(8):
-                own = place_and_sign(xs[s], top, s * WIDTH + column)
-                first = tl.minimum(first, tl.where(inside, own, 0x7FFFFFFF))
+                position = position_and_sign(xs[s], top, s * WIDTH + column)
+                first = tl.minimum(first, tl.where(inside, position, 0x7FFFFFFF))
             sign = sign_of(tl.min(first, axis=1)[:, None], top)
         tl.store(scale_ptr + block, flipped(scale, sign), mask=block < n_blocks)
         # The bits of Inf and NaN are not below 0x7F800000.

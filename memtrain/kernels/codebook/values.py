@@ -61,16 +61,16 @@ def codebook(name: str, bits: int = 4, signed: bool = True) -> tuple[float, ...]
         Li et al., Memory Efficient Optimizers with 4-bit States, arXiv:2309.01507 (DE-0, Linear);
         its code's `power-2`, `power-3`. Its `float-point` is a different codebook.
     """
-    own = float_bits(name, signed=signed)
-    if name not in CODEBOOKS and own is None:
+    known = float_bits(name, signed=signed)
+    if name not in CODEBOOKS and known is None:
         allowed = ", ".join(CODEBOOKS)
         raise ValueError(f"map {name!r} is unknown; allowed: {allowed}, E<1-5>M<0-6>")
     if not 2 <= bits <= 8:
         raise ValueError(f"bits must be 2 to 8, got {bits}")
-    if own is not None:
-        if own != bits:
+    if known is not None:
+        if known != bits:
             sign = "signed" if signed else "unsigned"
-            raise ValueError(f"map {name!r} has {own} bits {sign}: allowed with bits={own} only")
+            raise ValueError(f"map {name!r} has {known} bits {sign}: allowed: bits={known}")
         return _small_float(name, signed)
     if name == "DE-0" and signed:
         raise ValueError("map 'DE-0' has no sign: allowed with signed=False only")

@@ -143,8 +143,8 @@ def _encoder(
     def run(x: Tensor) -> Tensor:
         n = x.numel()
         codes = x.new_empty((n + BLOCK_SIZE - 1) // BLOCK_SIZE, width, dtype=torch.uint8)
-        places = x.data_ptr(), codes.data_ptr(), 0
-        kernel(pack(*settings, *places, n, torch.get_num_threads()))
+        pointers = x.data_ptr(), codes.data_ptr(), 0
+        kernel(pack(*settings, *pointers, n, torch.get_num_threads()))
         return codes
 
     return run
@@ -161,8 +161,8 @@ def _decoder(
     kernel, pack = cpu.packed("mt_derivative_decode", "10q")
 
     def run(grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
-        places = 0 if grad is None else grad.data_ptr(), codes.data_ptr(), out.data_ptr()
-        kernel(pack(*settings, *places, out.numel(), torch.get_num_threads()))
+        pointers = 0 if grad is None else grad.data_ptr(), codes.data_ptr(), out.data_ptr()
+        kernel(pack(*settings, *pointers, out.numel(), torch.get_num_threads()))
         return out
 
     return run

@@ -243,11 +243,11 @@ def named_format(name: str) -> FloatFormat:
         >>> named_format("fp8_forward:stochastic").rounding
         'stochastic'
     """
-    form, colon, how = name.partition(":")
+    base, colon, how = name.partition(":")
     if colon:
         if how not in ROUNDINGS:
             raise ValueError(f"format {name!r}: {how!r}; allowed: {', '.join(ROUNDINGS)}")
-        return replace(named_format(form), rounding=how)
+        return replace(named_format(base), rounding=how)
     if name in FORMATS:
         return FORMATS[name]
     if not (match := _WIDTHS.fullmatch(name)):

@@ -164,8 +164,8 @@ def _round(
     if choice == "reference":
         return round_reference(x, layout, seed)
     out = torch.empty_like(x) if out is None else out
-    written = choice == "cpu" and x.numel() > 0
-    count = x.new_empty((), dtype=torch.int64) if written else x.new_zeros((), dtype=torch.int64)
+    is_cpu = choice == "cpu" and x.numel() > 0
+    count = x.new_empty((), dtype=torch.int64) if is_cpu else x.new_zeros((), dtype=torch.int64)
     if not x.numel():
         return out, count
     if choice == "triton":
@@ -186,9 +186,9 @@ def _values(layout: FormatFields, dtype: torch.dtype, device: torch.device) -> T
 
 
 def _decode(codes: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
-    form = FormatFields(*layout)
-    index = codes.reshape(-1).int().bitwise_and_((1 << form.width) - 1)
-    return _values(form, dtype, codes.device).index_select(0, index).view(codes.shape)
+    fields = FormatFields(*layout)
+    index = codes.reshape(-1).int().bitwise_and_((1 << fields.width) - 1)
+    return _values(fields, dtype, codes.device).index_select(0, index).view(codes.shape)
 
 
 def round_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:

@@ -105,10 +105,10 @@ def _stochastic_kernel(
 def run(x, out, count, numbers, seed):
     mantissa, least, limit, over, rounding = numbers
     n = x.numel()
-    given = (x, out, count, n, least, limit, over)
+    args = (x, out, count, n, least, limit, over)
     if rounding == 2:
         grid = (triton.cdiv(n, 8 * _WIDTH.value * _BLOCKS.value),)
-        launch(_stochastic_kernel, grid, *given, seed, MANTISSA=mantissa, **_OPTIONS)
+        launch(_stochastic_kernel, grid, *args, seed, MANTISSA=mantissa, **_OPTIONS)
     else:
         grid = (triton.cdiv(n, _TILE.value),)
-        launch(_nearest_kernel, grid, *given, MANTISSA=mantissa, ROUNDING=rounding)
+        launch(_nearest_kernel, grid, *args, MANTISSA=mantissa, ROUNDING=rounding)

@@ -251,8 +251,8 @@ def _run_cpp(name: str, x: Tensor, codes: Tensor, bounds: Tensor, *options: int)
     """Call a C++ kernel; options: bits, group size, seed, stochastic, columns and stride."""
     run, pack = cpu.packed(name, "13q")
     is_bf16, wide = x.dtype == torch.bfloat16, bounds.dtype == torch.float32
-    places = x.data_ptr(), is_bf16, x.numel(), codes.data_ptr(), bounds.data_ptr()
-    run(pack(*places, wide, *options, torch.get_num_threads()))
+    pointers = x.data_ptr(), is_bf16, x.numel(), codes.data_ptr(), bounds.data_ptr()
+    run(pack(*pointers, wide, *options, torch.get_num_threads()))
 
 
 def _empty_values(
@@ -321,5 +321,5 @@ _dequantize_op = register(
     _dequantize,
     _empty_values,
     inside=lambda codes, bounds, bits, group_size, numel, dtype: _widened(numel, dtype),
-    inside_cuda=lambda *given: 4 * given[4] if given[5] == torch.float64 else 0,
+    inside_cuda=lambda *args: 4 * args[4] if args[5] == torch.float64 else 0,
 )

@@ -160,14 +160,14 @@ def _quantize_kernel(
     STOCHASTIC: tl.constexpr,
     ROWS: tl.constexpr,  # whether there are gaps between rows
 ):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
+    position = tl.program_id(0).to(tl.int64) * GROUPS + tl.arange(0, GROUPS)[:, None]
     column = tl.arange(0, WIDTH_PAD)[None, :]
     drawn = None
     # If stochastic, a tile has both groups of each pair, which share random words.
     for odd in tl.static_range(2 if STOCHASTIC else 1):
-        group = place
+        group = position
         if STOCHASTIC:
-            group = 2 * place + odd
+            group = 2 * position + odd
         here = group < n_groups
         left = left_of(group, n, WIDTH)
         start = group * (WIDTH * 8)
@@ -180,7 +180,7 @@ def _quantize_kernel(
             x = tl.load(x_ptr + start + column + s * WIDTH, mask=valid, other=float("nan"))
             xs = xs + (x.to(tl.float32),)  # noqa: RUF005 (the compiler knows no other form)
         if STOCHASTIC and odd == 0:
-            drawn = _words(seed, place, column, xs[0], WIDTH)
+            drawn = _words(seed, position, column, xs[0], WIDTH)
         encode(
             xs, codes_ptr, bounds_ptr, group, column, here, seed,
             BITS, WIDTH, WIDTH_PAD, GROUPS, STOCHASTIC, drawn, odd == 1,

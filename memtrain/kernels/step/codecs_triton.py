@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from memtrain.kernels.codebook.quantize_triton import flipped, magnitude, place_and_sign, sign_of
+from memtrain.kernels.codebook.quantize_triton import flipped, magnitude, position_and_sign, sign_of
 from memtrain.kernels.ptx import PTX
 from memtrain.kernels.step.codecs import MANTISSA
 from memtrain.kernels.step.table_triton import address, floats
@@ -147,7 +147,9 @@ def write_scale(low, high, state, row, real, lane, HALF: tl.constexpr, SIGNED: t
     top = tl.max(magnitude(larger), axis=1)[:, None]
     scale = top
     if SIGNED:
-        first = tl.minimum(place_and_sign(low, top, lane), place_and_sign(high, top, lane + HALF))
+        first = tl.minimum(
+            position_and_sign(low, top, lane), position_and_sign(high, top, lane + HALF)
+        )
         sign = sign_of(tl.min(first, axis=1)[:, None], top)
         scale = top | sign
         low, high = flipped(low, sign), flipped(high, sign)

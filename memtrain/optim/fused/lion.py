@@ -74,10 +74,10 @@ class Lion(Optimizer):
             for param, grad, *_ in targets:
                 if not self.state[param]:
                     self.state[param]["exp_avg"] = torch.zeros_like(param)
-                own, momentum = real_view(param), real_view(self.state[param]["exp_avg"])
+                real, momentum = real_view(param), real_view(self.state[param]["exp_avg"])
                 grad = real_view(-grad if group["maximize"] else grad)
-                own.mul_(1 - lr * group["weight_decay"])
-                own.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
+                real.mul_(1 - lr * group["weight_decay"])
+                real.sub_((b1 * momentum + (1 - b1) * grad).sign_(), alpha=lr)
                 momentum.mul_(b2).add_(grad, alpha=1 - b2)
         return loss
 

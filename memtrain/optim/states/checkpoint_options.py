@@ -27,20 +27,20 @@ def numbered(
     groups: Sequence[dict[str, Any]], state_dict: Mapping[str, Any]
 ) -> Iterator[tuple[int, Tensor, dict[str, Any]]]:
     """Yield number, parameter and saved group for each parameter with states in a checkpoint."""
-    for saved, own in zip(state_dict["param_groups"], groups, strict=False):
-        for number, param in zip(saved["params"], own["params"], strict=False):
+    for saved, group in zip(state_dict["param_groups"], groups, strict=False):
+        for number, param in zip(saved["params"], group["params"], strict=False):
             if number in state_dict["state"]:
                 yield number, param, saved
 
 
-def saved(state_dict: Mapping[str, Any], own: Mapping[str, Any]) -> dict[str, Any]:
+def saved(state_dict: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a checkpoint with these names and plain values in the option `OWN` of its groups.
 
     Example:
         >>> saved({"param_groups": [{"lr": 0.1}]}, {"weights": {"steps": 3}})["param_groups"]
         [{'lr': 0.1, 'memtrain': (('weights', {'steps': 3}),)}]
     """
-    whole = tuple({**found(state_dict), **own}.items())
+    whole = tuple({**found(state_dict), **values}.items())
     groups = [{**group, OWN: whole} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 

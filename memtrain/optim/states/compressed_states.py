@@ -14,7 +14,7 @@ from memtrain.compressors.base import Compressor
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import OWN, numbered
 from memtrain.optim.states.plain_checkpoints import check_options, refuse_subclasses, share_groups
-from memtrain.optim.states.shards import is_sharded, local, place
+from memtrain.optim.states.shards import is_sharded, local, placed_as
 from memtrain.optim.states.stalled_weights import StalledWeights
 
 FORMAT = 1  # of compressed states
@@ -256,7 +256,7 @@ class CompressedStates(Optimizer):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
                     self.state[param][name] = fresh
                 elif isinstance(value, Tensor) and name != "step" and value.shape == param.shape:
-                    self.state[param][name] = self._load_plain(param, name, place(value, param))
+                    self.state[param][name] = self._load_plain(param, name, placed_as(value, param))
                 elif isinstance(value, Tensor):  # a counter: torch would share it with the source
                     own = self.state[param][name]
                     dtype = own.dtype if name == "step" else value.dtype  # and cast all others

@@ -80,8 +80,8 @@ def first_states(
     alone = without_states(optimizer)
     # Fused and capturable steps keep the same states, but refuse this device.
     options = {name: False for name in ("foreach", "fused", "capturable") if name in group}
-    own = {key: _copied(value, set()) for key, value in group.items() if key != "params"}
-    groups = [{**own, **options, "params": [like]}]
+    known = {key: _copied(value, set()) for key, value in group.items() if key != "params"}
+    groups = [{**known, **options, "params": [like]}]
     alone.param_groups = groups
     try:
         raw_step(alone)
@@ -111,6 +111,6 @@ def first_shapes(
     for name, value in states.items():
         if isinstance(value, Tensor):
             each = zip(param.shape, sizes, value.shape, strict=False)
-            shape = tuple(whole if own == part else own for whole, part, own in each)
+            shape = tuple(whole if size == part else size for whole, part, size in each)
             found[name] = shape, value.dtype
     return found

@@ -74,9 +74,9 @@ def share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
         lacking = {
             name: optimizer.defaults[name] for name in old.keys() & optimizer.defaults.keys()
         }
-        own = {name: old[name] for name in options if name in old}
+        kept = {name: old[name] for name in options if name in old}
         old.clear()
-        old.update({**lacking, **new, **own})
+        old.update({**lacking, **new, **kept})
     optimizer.param_groups = groups
 
 
@@ -85,5 +85,5 @@ def restore_dtypes(optimizer: Optimizer, loaded: dict[str, Any]) -> None:
     for number, param, _ in numbered(optimizer.param_groups, loaded):
         states = optimizer.state[param]
         for name, value in loaded["state"][number].items():
-            if isinstance(value, Tensor) and isinstance(own := states.get(name), Tensor):
-                states[name] = value.detach().to(own.device, copy=True)
+            if isinstance(value, Tensor) and isinstance(known := states.get(name), Tensor):
+                states[name] = value.detach().to(known.device, copy=True)

@@ -14,7 +14,13 @@ from memtrain.kernels.codebook.lloyd_max import BITS, BLOCK
 from memtrain.kernels.codebook.quantize import quantize_scaled
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
-from memtrain.optim.states.shards import is_sharded, local, own_rows, sharded_like, splits_rows_only
+from memtrain.optim.states.shards import (
+    is_sharded,
+    local,
+    local_rows,
+    sharded_like,
+    splits_rows_only,
+)
 
 PARTS = (
     {"codes", "scale"},
@@ -82,30 +88,30 @@ def from_rows(
     """
     part = local(param)
     cols = _matrix(part.shape)[1]
-    theirs: Any = compressor.for_rows(cols)[0] if compressor.by_rows == "block" else compressor
-    if not theirs.by_rows:
+    per_row: Any = compressor.for_rows(cols)[0] if compressor.by_rows == "block" else compressor
+    if not per_row.by_rows:
         raise ValueError(f"a state laid out by rows of {cols} elements does not fit {compressor}")
-    if theirs.by_rows == "lloyd_max" and not only_rows(saved):  # as in memory, of all rows
-        sizes = _sizes(theirs, param.shape)
+    if per_row.by_rows == "lloyd_max" and not only_rows(saved):  # as in memory, of all rows
+        sizes = _sizes(per_row, param.shape)
         saved = {name: value.reshape(sizes[name]) for name, value in saved.items()}
-    mine = {name: value if name == "col" else _own(value, param) for name, value in saved.items()}
-    wanted, found = _sizes(theirs, part.shape), {name: tuple(x.shape) for name, x in mine.items()}
+    parts = {k: x if k == "col" else _local_rows(x, param) for k, x in saved.items()}
+    wanted, found = _sizes(per_row, part.shape), {name: tuple(x.shape) for name, x in parts.items()}
     if found != wanted:
         raise ValueError(
             f"a state of a part of shape {tuple(part.shape)} holds {found}, but {compressor} "
             f"needs {wanted}"
         )
-    if theirs.by_rows == "factored":
-        return {name: x.clone() for name, x in mine.items()}
-    if theirs.by_rows == "rank1":
-        codes = _rank1_codes(mine["codes"], theirs, cols)
-        return {"codes": codes, "scale": torch.cat([mine["row"], mine["col"]])}
-    width = BLOCK * BITS // 8 if theirs.by_rows == "lloyd_max" else wanted["codes"][2]
-    sizes = {"codes": (mine["codes"].numel() // width, width), "scale": (mine["scale"].numel(),)}
-    payload = {name: x.reshape(sizes.get(name, x.shape)).clone() for name, x in mine.items()}
-    if compressor == theirs:
+    if per_row.by_rows == "factored":
+        return {name: x.clone() for name, x in parts.items()}
+    if per_row.by_rows == "rank1":
+        codes = _rank1_codes(parts["codes"], per_row, cols)
+        return {"codes": codes, "scale": torch.cat([parts["row"], parts["col"]])}
+    width = BLOCK * BITS // 8 if per_row.by_rows == "lloyd_max" else wanted["codes"][2]
+    sizes = {"codes": (parts["codes"].numel() // width, width), "scale": (parts["scale"].numel(),)}
+    payload = {name: x.reshape(sizes.get(name, x.shape)).clone() for name, x in parts.items()}
+    if compressor == per_row:
         return payload
-    return theirs.decompress(Packed(payload, part.shape, torch.float32))
+    return per_row.decompress(Packed(payload, part.shape, torch.float32))
 
 
 def _sizes(compressor: Any, shape: torch.Size) -> dict[str, tuple[int, ...]]:
@@ -128,11 +134,11 @@ def _matrix(shape: torch.Size) -> tuple[int, int]:
     return (shape[0], shape[1:].numel()) if shape else (1, 1)
 
 
-def _own(value: Tensor, param: Tensor) -> Tensor:
+def _local_rows(value: Tensor, param: Tensor) -> Tensor:
     """This process's rows of a DTensor, or of a whole tensor."""
     if is_sharded(value):
         return local(value)
-    first, count = own_rows(param)
+    first, count = local_rows(param)
     return value[first : first + count]
 
 

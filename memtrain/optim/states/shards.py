@@ -49,11 +49,11 @@ def whole_of(x: Tensor) -> Tensor:
     from torch.distributed.tensor import DTensor
 
     parts: Any = x
-    own = local(x)
-    sent = for_collectives(own, parts.device_mesh.get_group(0))
-    if sent is not own:
+    part = local(x)
+    sent = for_collectives(part, parts.device_mesh.get_group(0))
+    if sent is not part:
         parts = DTensor(sent, parts._spec, requires_grad=False)
-    return parts.full_tensor().to(own.device)
+    return parts.full_tensor().to(part.device)
 
 
 def same_placement(value: Tensor, param: Tensor) -> bool:
@@ -81,8 +81,8 @@ def wait_for_part(grad: Tensor) -> None:
     FSDP2's `CPUOffloadPolicy` copies without waiting, to pinned memory, in the current stream of
     the hooks' call. From torch 2.13 on it waits itself if there are hooks.
     """
-    own = local(grad)
-    if own is not grad and own.is_cpu and torch.cuda.is_initialized() and own.is_pinned():
+    part = local(grad)
+    if part is not grad and part.is_cpu and torch.cuda.is_initialized() and part.is_pinned():
         torch.cuda.current_stream().synchronize()
 
 
@@ -126,7 +126,7 @@ def splits_rows(param: Tensor) -> bool:
     return splits_rows_only(param) and any(p.is_shard() for p in like.placements)
 
 
-def own_rows(param: Tensor) -> tuple[int, int]:
+def local_rows(param: Tensor) -> tuple[int, int]:
     """Return the first of this process's rows of dimension 0, and their number."""
     if not is_sharded(param):
         return 0, param.shape[0] if param.dim() else 1
@@ -134,7 +134,7 @@ def own_rows(param: Tensor) -> tuple[int, int]:
     return (offset[0], shape[0]) if shape else (0, 1)
 
 
-def place(value: Tensor, param: Tensor) -> Tensor:
+def placed_as(value: Tensor, param: Tensor) -> Tensor:
     """Return a whole plain state as a tensor that is sharded like its parameter."""
     if not is_sharded(param) or is_sharded(value) or value.shape != param.shape:
         return value

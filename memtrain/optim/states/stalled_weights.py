@@ -11,7 +11,7 @@ from memtrain.optim.states.shards import local
 from memtrain.optim.states.targets import Part, Target
 
 SAMPLE = 1024  # elements that are compared
-FIRST_LOOK = 8  # steps: a schedule may warm up from nothing
+FIRST_CHECK = 8  # steps: a schedule may warm up from nothing
 
 
 class StalledWeights:
@@ -29,14 +29,14 @@ class StalledWeights:
         self.warned = False
         self._seen: set[int] = set()  # in this step, the first of those that came together
         self._largest = 0  # elements, known after step 7
-        self._looked = 0  # the last step that was examined
+        self._checked = 0  # the last step that was examined
 
     def before(self, parts: Sequence[Part]) -> tuple[Target, Tensor, float] | None:
         """Return a sample for `after` if this step is checked; masters cannot stall."""
         self._count(parts)
-        counts = self.steps == FIRST_LOOK - 1
-        looks = self.steps >= FIRST_LOOK and not self.steps & (self.steps - 1)
-        if self.warned or self._looked == self.steps or not (counts or looks):
+        counts = self.steps == FIRST_CHECK - 1
+        checks = self.steps >= FIRST_CHECK and not self.steps & (self.steps - 1)
+        if self.warned or self._checked == self.steps or not (counts or checks):
             return None
         if is_simulated():  # nothing moves on fake tensors
             return None
@@ -55,7 +55,7 @@ class StalledWeights:
         if counts or size < self._largest:
             self._largest = max(self._largest, size)
             return None
-        self._looked = self.steps
+        self._checked = self.steps
         return target, _sample(target.param).clone(), lr
 
     def _count(self, parts: Sequence[Part]) -> None:

@@ -53,8 +53,8 @@ def check(model: nn.Module, config: Any) -> None:
         if models_in_ddp(model.parameters()):
             raise ValueError(RELEASED)
     if config.optim.device == CPU:
-        own = config.optim
-        if not (own.rules or own.exceptions or own.sites):
+        states = config.optim
+        if not (states.rules or states.exceptions or states.sites):
             raise ValueError(
                 "optim.device='cpu' without rules for states: no state would move; allowed: a "
                 "preset with rules, or optim=identity, which keeps them exactly"
@@ -137,14 +137,14 @@ def _around(
         keep, seed = keeps_float32(model), config.seed
         optimizer = SplitWeights(optimizer, config.weights, seed=seed, keep=keep, frozen=frozen)
     if config.gradients == RELEASE:
-        own = config.release
+        release = config.release
         optimizer = ReleaseGradients(
             optimizer,
-            clip=own.clip,
-            limit=own.limit,
-            loss_scale=own.loss_scale,
-            skip_nonfinite=own.skip_nonfinite,
-            accumulate=own.accumulate,
+            clip=release.clip,
+            limit=release.limit,
+            loss_scale=release.loss_scale,
+            skip_nonfinite=release.skip_nonfinite,
+            accumulate=release.accumulate,
             seed=config.seed,
         )
     return optimizer

@@ -36,9 +36,9 @@ def models_in_ddp(params: Iterable[Tensor]) -> list[nn.Module]:
     """
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return []
-    own, ddp = set(params), torch.nn.parallel.DistributedDataParallel
+    trained, ddp = set(params), torch.nn.parallel.DistributedDataParallel
     live = [x for x in gc.get_objects() if issubclass(type(x), ddp)]
-    return [x for x in live if not own.isdisjoint(x.parameters())]
+    return [x for x in live if not trained.isdisjoint(x.parameters())]
 
 
 def refuse_training(models: Iterable[nn.Module]) -> None:

@@ -71,7 +71,7 @@ class HostStates(OptimizerWrapper):
         self.host.add(params)
         compressed.param_groups = [self.host.group(group) for group in self._groups]
         states = [(p, compressed.state.pop(p)) for p in params if p in compressed.state]
-        compressed.state.update((self._leaves[p], _moved(own, "cpu")) for p, own in states)
+        compressed.state.update((self._leaves[p], _moved(state, "cpu")) for p, state in states)
         super().__init__(build(compressed, self._leaves))
         self.host.finish(params)
         self._attach()

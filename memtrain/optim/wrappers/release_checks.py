@@ -45,7 +45,7 @@ def check_complex(params: Iterable[Tensor], clip: str, accumulate: int) -> None:
     """Raise ValueError for complex parameters if an option needs real gradients."""
     kept = {"clip='value'": clip == "value", f"accumulate={accumulate}": accumulate > 1}
     for param in params:
-        for option in [name for name, asked in kept.items() if asked and param.is_complex()]:
+        for option in [name for name, is_set in kept.items() if is_set and param.is_complex()]:
             raise ValueError(
                 f"{option} takes gradients of real numbers, and a parameter of shape "
                 f"{tuple(param.shape)} is {param.dtype}; allowed for it: clip=none, parameter, "
@@ -127,9 +127,9 @@ def check_separate(params: Iterable[Tensor]) -> None:
     """
     by_storage: dict[int, list[Tensor]] = defaultdict(list)
     for param in {id(param): param for param in params if param.requires_grad}.values():
-        own = local(param)
-        if own.numel() and not own.is_meta:
-            by_storage[own.untyped_storage()._cdata].append(own)
+        part = local(param)
+        if part.numel() and not part.is_meta:
+            by_storage[part.untyped_storage()._cdata].append(part)
     for first, *others in by_storage.values():
         before = [other._version for other in others]
         if others:

@@ -275,8 +275,8 @@ class SplitWeights(OptimizerWrapper):
 
     def _convert(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            asked = getattr(param, "_stands_for", param)
-            if asked in self._keep or param.dtype not in (torch.float32, self.format.dtype):
+            weight = getattr(param, "_stands_for", param)
+            if weight in self._keep or param.dtype not in (torch.float32, self.format.dtype):
                 continue
             whole = local(param.detach())
             low = torch.empty_like(whole, dtype=self.format.dtype)
