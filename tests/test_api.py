@@ -98,21 +98,6 @@ def test_the_model_is_the_same_object_with_the_same_keys():
     assert list(wrapped.state_dict()) == keys
 
 
-def test_unwrap_gives_back_a_plain_torch_optimizer_that_goes_on():
-    model = make()
-    original = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    model, optimizer = memtrain.wrap(model, original, "balanced")
-    losses = train(model, optimizer, 10)
-    model, plain = memtrain.unwrap(model, optimizer)
-    assert plain is original
-    assert type(plain) is torch.optim.AdamW
-    assert {k: v.dtype for k, v in plain.state[model[0].weight].items()} == {
-        "step": torch.float32, "exp_avg": torch.float32, "exp_avg_sq": torch.float32,
-    }  # fmt: skip
-    assert not any(m._forward_hooks for m in model.modules())
-    assert train(model, plain, 10)[-1] < losses[-1]
-
-
 def test_the_plan_is_completed_at_the_first_forward_and_lists_everything():
     model = make()
     model, optimizer = memtrain.wrap(model, torch.optim.AdamW(model.parameters()), "balanced")

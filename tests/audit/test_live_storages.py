@@ -2,25 +2,12 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from memtrain.audit.allocations import Allocations
 from memtrain.audit.live_storages import LiveStorages, saved_nbytes, storage_nbytes
 from memtrain.audit.live_tensors import state_tensors
-from memtrain.compressors import Key
-
-
-def test_chain_keeps_what_autograd_saves():
-    x = torch.ones(1000, requires_grad=True)  # born before: does not count
-    with LiveStorages() as live:
-        y = x.sin().sin().sin()
-    # sin saves its input: x, sin(x), sin(sin(x)); the last result is the output
-    assert live.nbytes(exclude=[y]) == 2 * 4000
-    assert live.nbytes() == 3 * 4000
-    y.sum().backward()
-    assert live.nbytes(exclude=[y]) == 0
 
 
 def test_freed_storages_vanish_and_their_addresses_are_not_confused():
@@ -87,17 +74,6 @@ def test_adopted_tensors_count_until_they_die():
     assert live.peak_nbytes == 8000
 
 
-def test_linear_relu_network_by_hand():
-    net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
-    x = torch.randn(32, 8)
-    # ReLU's output is the second Linear's input (one storage); the loss saves the log-softmax,
-    # and nll_loss its total weight (one float); the input and the target are older
-    target = torch.zeros(32, dtype=torch.long)
-    nbytes, loss = saved_nbytes(lambda: F.cross_entropy(net(x), target))
-    assert nbytes == 4 * (32 * 16 + 32 * 4 + 1)
-    loss.backward()
-
-
 def test_saved_tensor_hooks_are_seen():
     x = torch.ones(1024, requires_grad=True)
 
@@ -108,22 +84,6 @@ def test_saved_tensor_hooks_are_seen():
             return x.sin().sin()
 
     assert saved_nbytes(forward)[0] == 2 * 2048  # x too now has a copy, of half the size
-
-
-def test_allocations_inside_an_autograd_function_are_seen():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            codes = torch.empty(x.numel(), dtype=torch.uint8)
-            ctx.save_for_backward(codes)
-            return x * x
-
-        @staticmethod
-        def backward(ctx, grad):
-            return grad
-
-    x = torch.ones(1000, requires_grad=True)
-    assert saved_nbytes(lambda: Square.apply(x))[0] == 1000
 
 
 def test_fake_and_empty_and_scalar_tensors():
@@ -175,13 +135,6 @@ def test_bytes_hidden_outside_state_count():
     optimizer.loop = optimizer.buffers  # seen twice, and a cycle
     optimizer.buffers.append(optimizer.buffers)
     assert len(state_tensors(optimizer)) == len({id(t) for t in state_tensors(optimizer)})
-
-
-def test_views_of_states_count_once():
-    optimizer = _stepped(torch.optim.SGD, lr=0.1)
-    whole = torch.zeros(100)
-    optimizer.state["x"] = {"a": whole[:50], "b": whole[50:], "key": Key(seed=1)}
-    assert measure_states(optimizer) == 400
 
 
 CPU = torch.device("cpu")

@@ -41,17 +41,6 @@ def test_bytes():
     assert sum(row.nbytes for row in describe(optimizer)) == state_bytes(optimizer) - step
 
 
-def test_the_planned_bytes_are_the_live_ones():
-    net = model()
-    net, optimizer = memtrain.wrap(net, torch.optim.AdamW(net.parameters()), CONFIG)
-    planned = sum(entry.planned for entry in memtrain.plan_of(net).entries("state"))
-    train(net, optimizer)
-    assert planned == state_bytes(optimizer)
-    kept = {row.state: row.compressor for row in describe(optimizer) if row.param.dim() > 1}
-    assert kept["exp_avg"] == LloydMax()
-    assert type(optimizer) is AdamW4bit
-
-
 def test_one_dimension_and_small_ones_stay_as_with_4_bits():
     long, small = nn.Parameter(torch.zeros(5000)), nn.Parameter(torch.zeros(8, 8))
     thin = nn.Parameter(torch.zeros(2, 5000))

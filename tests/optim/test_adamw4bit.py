@@ -77,22 +77,6 @@ def test_side_vectors_that_cost_too_much_are_named():
     assert rows[0].reason == ""
 
 
-def test_plain_checkpoint_loads_and_restore_gives_one():
-    param = parameter(128, 128)
-    plain = torch.optim.AdamW([param])
-    plain.step()
-    ours = AdamW4bit([param])
-    ours.load_state_dict(plain.state_dict())
-    assert sorted(ours.state[param]["exp_avg"]) == ["codes", "scale"]
-    back = restore(ours)
-    assert type(back) is torch.optim.AdamW
-    scale = plain.state[param]["exp_avg"].abs().max()
-    # half of the widest gap of signed DE is 0.1125, below zero's 0.06 to -1 by 0.1125 as well
-    error = (back.state[param]["exp_avg"] - plain.state[param]["exp_avg"]).abs().max()
-    assert error <= 0.12 * scale
-    back.step()
-
-
 def test_plain_checkpoint_of_other_dtype_and_strides_loads_as_float32():
     param = nn.Parameter(torch.ones(20, 30, dtype=torch.bfloat16))
     param.grad = torch.ones_like(param)

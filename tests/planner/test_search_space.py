@@ -14,7 +14,6 @@ from memtrain.audit.peak import StepOptions
 from memtrain.compressors import DerivativeCode, Group, Keep, Key
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import Config, Optim, StateRule
-from memtrain.optim import AdamW4bit
 from memtrain.planner import Goal, Rates
 from memtrain.planner.cost_model import Work, measure_forward
 from memtrain.planner.knapsack import Option
@@ -135,29 +134,6 @@ def test_states_of_float32_masters_are_float32(kind, variant):
     optimizer.step()
     held = storage_nbytes([*state_tensors(optimizer)])
     assert held == sum(entry.planned for entry in plan.entries("state"))
-
-
-def test_two_bit_states_do_less_harm_than_four_over_many_steps():
-    """As the analysis ranks them: what 2 bits lose goes to the weight, and is taken back."""
-    scale = torch.randn(128, 1).exp() * (torch.randn(256) / 2).exp()
-    steps = [torch.randn(128, 256) * scale for _ in range(100)]
-
-    def trained(optimizer):
-        (weight,) = optimizer.param_groups[0]["params"]
-        for grad in steps:
-            weight.grad = grad.clone()
-            optimizer.step()
-        return weight.detach()
-
-    def weight():
-        return [nn.Parameter(torch.zeros(128, 256))]
-
-    exact = trained(torch.optim.AdamW(weight()))
-    harm = [
-        float((trained(AdamW4bit(weight(), **kept)) - exact).square().mean())
-        for kept in ({}, {"first": "Lloyd-Max", "second": "factored"})
-    ]
-    assert harm[1] < harm[0]
 
 
 def test_level_4_is_balanced(space):
