@@ -77,20 +77,13 @@ PRODUCTS: dict[str, Callable[[Array, Array], Array]] = {
 }
 
 
-def _divided(a: Array, b: Array) -> Array:
+def divided(a: Array, b: Array) -> Array:
     """Integers divided, towards zero; by zero all bits are set."""
     divisor = np.where(b == 0, np.ones_like(b), b)
     quotient = a // divisor
     if a.dtype.kind == "i":
         quotient = quotient + ((a % divisor != 0) & ((a < 0) != (divisor < 0)))
     return np.where(b == 0, ~np.zeros_like(a), quotient).astype(a.dtype)
-
-
-DIVISIONS: dict[str, Callable[[Array, Array], Array]] = {
-    "div": _divided,
-    "rem": lambda a, b: a - _divided(a, b) * b,
-}
-"""Of integers."""
 
 
 def _least(a: Array, b: Array) -> Array:
@@ -160,12 +153,6 @@ def funnel_left(low: Array, high: Array, by: Array) -> Array:
     return ((both << (by & _U32(31)).astype(_U64)) >> _U64(32)).astype(_U32)
 
 
-def funnel_right(low: Array, high: Array, by: Array) -> Array:
-    """The lower half of both shifted right."""
-    both = low.astype(_U64) | (high.astype(_U64) << _U64(32))
-    return (both >> (by & _U32(31)).astype(_U64)).astype(_U32)
-
-
 FUNCTIONS: dict[str, Callable[..., Array]] = {
     "mov": lambda a: a, "add": operator.add, "sub": operator.sub, "mul": operator.mul,
     "min": _least, "max": _most, "neg": operator.neg, "abs": np.abs,
@@ -177,12 +164,9 @@ OR_NAN = {"min": _or_nan(_least), "max": _or_nan(_most)}
 """The lesser and the greater, or NaN where one is."""
 COUNTS = {"shl": (1,), "shr": (1,), "bfe": (1, 2), "bfi": (2, 3)}
 """Operands that are of 32 bits whatever the type."""
-REDUCTIONS: dict[str, Any] = {
-    "add": np.add, "min": np.minimum, "max": np.maximum, "and": np.bitwise_and, "or": np.bitwise_or,
-}  # fmt: skip
+REDUCTIONS: dict[str, Any] = {"add": np.add, "min": np.minimum, "max": np.maximum}
 
 APPROXIMATE: dict[str, tuple[Callable[..., Array], int]] = {
-    "ex2": (lambda a: np.exp2(a.astype(np.float64)).astype(np.float32), 2),
     "rcp": (lambda a: np.float32(1) / a, 1),
     "sqrt": (np.sqrt, 1),
     "div": (operator.truediv, 2),
@@ -196,7 +180,6 @@ def _unordered(a: Array, b: Array) -> Array:
 
 _COMPARISONS: dict[str, Callable[[Array, Array], Array]] = {
     "eq": operator.eq, "lt": operator.lt, "le": operator.le, "gt": operator.gt, "ge": operator.ge,
-    "lo": operator.lt, "ls": operator.le, "hi": operator.gt, "hs": operator.ge,
     "ne": lambda a, b: (a < b) | (a > b), "nan": _unordered,
     "num": lambda a, b: ~_unordered(a, b),
 }  # fmt: skip
@@ -209,7 +192,7 @@ def compared(how: str, a: Array, b: Array) -> Array:
     return _COMPARISONS[how.removesuffix("u")](a, b) | _unordered(a, b)
 
 
-_WHOLE = {"rzi": np.trunc, "rni": np.rint, "rmi": np.floor, "rpi": np.ceil}
+_WHOLE = {"rzi": np.trunc, "rni": np.rint}
 
 
 def conversion(how: Sequence[str], target: str, source: str) -> Callable[[Array], Array]:

@@ -174,14 +174,6 @@ class Kernel(Warps):
         if set(flush) - {"ftz"}:
             raise NotImplementedError(one.text)
         names = one.operands[0].split("|")
-        if kind.endswith("x2"):
-            pairs = [self._halves(operand, kind) for operand in one.operands[1:]]
-
-            def both(active: Mask) -> None:
-                for name, a, b in zip(names, *(read() for read in pairs), strict=True):
-                    self._write(name, arithmetic.compared(how, a, b), active)
-
-            return both
         reads = [self._reader(operand, kind) for operand in one.operands[1:]]
 
         def run(active: Mask) -> None:
@@ -226,13 +218,13 @@ class Kernel(Warps):
         return lambda active: self._write(to, product(a(), b()) + c(), active)
 
     def _shf(self, one: Instruction) -> Step:
-        side, mode, _ = one.modifiers
-        if mode != "wrap":
+        if one.modifiers[:2] != ("l", "wrap"):
             raise NotImplementedError(one.text)
         to, *given = one.operands
         reads = [self._reader(operand, "u32") for operand in given]
-        shift = arithmetic.funnel_left if side == "l" else arithmetic.funnel_right
-        return lambda active: self._write(to, shift(*(read() for read in reads)), active)
+        return lambda active: self._write(
+            to, arithmetic.funnel_left(*(read() for read in reads)), active
+        )
 
     def _function(self, one: Instruction) -> Step:
         """One that makes a value of values of one type."""
@@ -269,8 +261,8 @@ class Kernel(Warps):
         integer = kind[0] in "us"
         if name == "mul" and integer:
             return arithmetic.PRODUCTS[how[0]]
-        if name in arithmetic.DIVISIONS and integer and not flags:
-            return arithmetic.DIVISIONS[name]
+        if name == "div" and integer and not flags:
+            return arithmetic.divided
         if name == "fma" and kind == "f32" and flags == {"rn"}:
             return arithmetic.fma
         if name in arithmetic.OR_NAN and flags == {"NaN"}:
@@ -343,7 +335,7 @@ class Kernel(Warps):
         function, kind = one.modifiers[-2:]
         if "global" not in one.modifiers or kind[0] not in "usf":
             raise NotImplementedError(one.text)
-        to, address, given = one.operands if one.name == "atom" else ("_", *one.operands)
+        to, address, given = one.operands
         where, read = self._address(address), self._reader(given, kind)
         apply = arithmetic.REDUCTIONS[function]
 
@@ -355,8 +347,6 @@ class Kernel(Warps):
             self._write(to, before, active)
 
         return run
-
-    _red = _atom
 
 
 def _access(one: Instruction) -> tuple[str, str, int]:

@@ -18,6 +18,8 @@ class Warps(Registers):
 
     def _shfl(self, one: Instruction) -> Step:
         _, mode, _ = one.modifiers
+        if mode not in ("bfly", "idx"):
+            raise NotImplementedError(one.text)
         name, _, valid = one.operands[0].partition("|")
         value, step, clamp = (self._reader(operand, "u32") for operand in one.operands[1:4])
 
@@ -28,12 +30,8 @@ class Warps(Registers):
             by &= 31
             segment, least = (limits >> 8) & 31, limits & 31
             first = lane & segment
-            last = first | (least & ~segment)
-            source = {
-                "bfly": lane ^ by, "idx": first | (by & ~segment), "up": lane - by,
-                "down": lane + by,
-            }[mode]  # fmt: skip
-            inside = source >= last if mode == "up" else source <= last
+            source = lane ^ by if mode == "bfly" else first | (by & ~segment)
+            inside = source <= first | (least & ~segment)
             taken = np.arange(self.lanes) - lane + np.where(inside, source, lane)
             self._write(name, self._each(value())[taken], active)
             if valid:
