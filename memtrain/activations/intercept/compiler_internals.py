@@ -15,7 +15,7 @@ from torch import Tensor, fx, nn
 from torch._C import DisableTorchFunction as _DisableTorchFunction
 from torch.autograd.graph import saved_tensors_hooks
 
-from memtrain.activations.intercept.graph_sites import is_tensor
+from memtrain.activations.intercept.graph_nodes import is_tensor
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

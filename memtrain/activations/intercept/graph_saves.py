@@ -10,15 +10,14 @@ from torch import Tensor
 from torch.fx import Graph, Node, map_arg
 
 from memtrain.activations.intercept.compiler_internals import no_modes
-from memtrain.activations.intercept.graph_sites import (
-    MODEL_INPUT,
-    GraphSites,
+from memtrain.activations.intercept.graph_nodes import (
     example,
     is_tensor,
     storage_nbytes,
     storage_of,
     stripped,
 )
+from memtrain.activations.intercept.graph_sites import MODEL_INPUT, GraphSites
 from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.activations.saved import payload_ops
 from memtrain.activations.saved.attention import KERNELS

@@ -1,18 +1,27 @@
 """Sites of a compiled graph: which op of which module saves a tensor, read off its nodes."""
 
 import math
-import operator
 import re
+from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import getitem
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.fx import Graph, Node
 
-from memtrain.activations.intercept.op_families import FAMILIES
-from memtrain.activations.saved.aliases import callables
+from memtrain.activations.intercept.graph_nodes import (
+    example,
+    is_known,
+    is_tensor,
+    reached,
+    source_name,
+    storage_of,
+    stripped,
+)
+from memtrain.activations.intercept.graph_readers import FACTORS, RESULTS, GraphReaders
+from memtrain.activations.intercept.replaced_ops import recogniser
 from memtrain.activations.saved.attention import KERNELS
 from memtrain.activations.saved.fit import FLOATS
 from memtrain.activations.saved.flatten import memory_of
@@ -20,22 +29,6 @@ from memtrain.activations.saved.site import MODEL_INPUT, UNKNOWN_OP, UNKNOWN_REA
 
 aten = torch.ops.aten
 
-# The elements of their first argument, in the same number.
-_VIEWS = (
-    aten.view.default,
-    aten._unsafe_view.default,
-    aten.reshape.default,
-    aten.t.default,
-    aten.transpose.int,
-    aten.permute.default,
-    aten.unsqueeze.default,
-    aten.squeeze.default,
-    aten.squeeze.dim,
-    aten.squeeze.dims,
-    aten.detach.default,
-    aten.alias.default,
-    aten.clone.default,
-)
 _ATTENTIONS = tuple(kernel.forward for kernel in KERNELS.values())
 # Ops whose arguments have roles of their own -> those, in the order of the torch function.
 _ORDER = {
@@ -55,48 +48,6 @@ _LAYERS = ("linear", "conv1d", "conv2d", "conv3d")
 SIDE_RATIO = 16
 """A statistic such as a mean is this much smaller than what its op reads."""
 LOGSUMEXP = "a statistic: attention's log-sum-exp"
-
-
-# As in the known-op table: the backward is linear in what it saves, or memtrain has a form of its
-# own for the op outside of graphs.
-_COMPRESSED = """
-linear matmul mm bmm mv dot addmm addmv addbmm baddbmm einsum _grouped_mm grouped_mm mul multiply
-addcmul exp square conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d
-scaled_dot_product_attention softmax log_softmax cross_entropy nll_loss embedding dropout where
-masked_fill gather index_select layer_norm rms_norm group_norm batch_norm instance_norm
-max_pool1d max_pool2d max_pool3d avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d
-adaptive_avg_pool2d adaptive_avg_pool3d __matmul__ __rmatmul__ __mul__ __rmul__
-multi_head_attention_forward
-"""
-# Their backward reads no values.
-_READ_NOTHING = """
-add sub neg __add__ __radd__ __sub__ __rsub__ __neg__ view reshape transpose permute expand
-expand_as cat stack split chunk unbind to float half bfloat16 type type_as contiguous clone sum mean
-unsqueeze squeeze flatten unflatten pad roll flip narrow select repeat repeat_interleave tile
-__getitem__ movedim swapaxes swapdims t
-"""
-# As `SavedBy.readers` of the table: op whose result is saved -> ops that may read it compressed.
-_PRODUCTS = """
-linear matmul mm bmm mv addmm addmv addbmm baddbmm einsum grouped_mm __matmul__ __rmatmul__
-"""
-_READERS = {
-    "softmax": frozenset(_PRODUCTS.split()),
-    "exp": frozenset(_PRODUCTS.split()),
-    "sigmoid": frozenset[str](),  # a gate is multiplied first, and what reads the product is open
-    "tanh": frozenset[str](),
-}
-_SAME_TEXT = """
-dropout where masked_fill to float half bfloat16 type type_as contiguous clone view reshape
-transpose permute expand expand_as unsqueeze squeeze flatten unflatten t
-"""
-_SAME_VALUES = frozenset(_SAME_TEXT.split())
-_NONLINEAR = tuple(name for name in FAMILIES["@nonlinear"] if "_tanh" not in name)
-_OPERATORS = (operator.mul, operator.imul, operator.matmul, operator.add, operator.iadd)
-_OPERATORS += (operator.sub, operator.isub, operator.neg, operator.getitem)
-_KNOWN_NAMES = (*_COMPRESSED.split(), *_READ_NOTHING.split(), *_NONLINEAR)
-KNOWN_FUNCTIONS = callables(*_KNOWN_NAMES, *(f"{name}_" for name in _NONLINEAR)) | {*_OPERATORS}
-"""Torch functions whose nodes in a backward may read compressed tensors."""
-_SQUARES = callables("pow", "__pow__", "square") | {operator.pow}
 
 
 class GraphSites:
@@ -133,7 +84,12 @@ class GraphSites:
         """Inputs that are no parameters or buffers."""
         self.model_inputs: set[int] | None = None
         """Storages of inputs that the user keeps alive; None: of all of them."""
-        self._fed, self._differentiable = _reached(data_inputs), _reached(trained)
+        self._fed, self._differentiable = reached(data_inputs), reached(trained)
+        outputs: Any = forward.output_node().args[0]
+        left = Counter(node for node in outputs if isinstance(node, Node))
+        left.subtract(node for node in [*left] if node.name in self._placed)
+        returned = {node for node, times in left.items() if times > 0}
+        self._read = GraphReaders(self._fixed, self._differentiable, returned)
 
     def is_hooked(self, output: Any) -> bool:
         """Return whether an output of the forward is passed to hooks if it is saved."""
@@ -215,29 +171,21 @@ class GraphSites:
         if x.dtype in FLOATS and base not in self._differentiable and not is_layer_input:
             # else layers read it as their input, whose weights alone have gradients
             return "no gradient reaches it: a mask, or a table of positions"
-        if any(site.tensor == "saved" for site in uses):
-            return self._statistic(saved, x) or self._unknown_reader(base, uses)
-        return ""
+        statistic = self._statistic(saved, x) if any(u.tensor == "saved" for u in uses) else ""
+        return statistic or (UNKNOWN_READER if self._misread(saved, uses) else "")
 
-    def _unknown_reader(self, base: Node, uses: Collection[Site]) -> str:
-        """Say that an op reads a result which may not be compressed for it, or nothing."""
-        op = next((site.op for site in uses if site.tensor == "saved"), "")
-        readers = _READERS.get(op)
-        waiting, seen = [base] if readers is not None else [], set[Node]()
-        while waiting:
-            for user in waiting.pop().users:
-                if user.op == "output" or user in seen:
-                    continue
-                stack = user.meta.get("source_fn_stack")
-                name = source_name(stack)
-                known = bool(stack) and _is_known(stack[-1][1], name)
-                is_same = name == op and user.meta.get("seq_nr") == base.meta.get("seq_nr")
-                if is_same or (known and name in _SAME_VALUES):
-                    seen.add(user)
-                    waiting.append(user)
-                elif not known or (readers is not None and name not in readers):
-                    return UNKNOWN_READER
-        return ""
+    def _misread(self, saved: Node, uses: Collection[Site]) -> bool:
+        """Whether an op reads a result, or a product with the tensor, that may not."""
+        results = {site.op for site in uses if site.tensor == "saved"} & RESULTS.keys()
+        if any(self._read.misread_result(stripped(saved), op) for op in results):
+            return True
+        for reader in self._readers(saved):
+            if source_name(reader.meta["fwd_source_fn_stack"]) not in FACTORS or _in_one_op(reader):
+                continue
+            ops = self._ops.get(reader.meta.get("seq_nr", -1), [])
+            if self._read.misread_product(ops, saved):
+                return True
+        return False
 
     def _statistic(self, saved: Node, x: Tensor) -> str:
         """Which statistic of its own an op saves, or an empty string."""
@@ -280,7 +228,7 @@ class GraphSites:
             name = "square"
         role = self._role(stripped(saved), number, ops)
         site = Site(self._module(user.meta, "fwd_nn_module_stack"), name, role)
-        return site, _is_known(stack[-1][1], name)
+        return site, is_known(stack[-1][1], name)
 
     def _role(self, base: Node, number: int, ops: list[Node]) -> str:
         """As of `Op.role`: of ops that graphs decompose, `input` or `saved` only."""
@@ -318,57 +266,6 @@ class GraphSites:
         return self.root
 
 
-def stripped(node: Node) -> Node:
-    """Return the node that a node is a view or a copy of, with all its elements."""
-    while node.op == "call_function" and node.target in _VIEWS:
-        above = node.args[0]
-        if not isinstance(above, Node):
-            break
-        node = above
-    return node
-
-
-def is_tensor(node: Node) -> bool:
-    """Return whether the node's value is one tensor."""
-    return isinstance(node.meta.get("val"), Tensor)
-
-
-def storage_of(node: Node) -> int:
-    """Return an identity of the storage of the node's tensor."""
-    return node.meta["val"].untyped_storage()._cdata
-
-
-def storage_nbytes(node: Node) -> int:
-    """Bytes of the storage that the node's tensor is a view of, maybe of a part only."""
-    return _hint(node.meta["val"].untyped_storage().nbytes())
-
-
-def example(node: Node) -> Tensor:
-    """A meta tensor of the sizes that the graph was traced with, symbolic ones as they were."""
-    x = node.meta["val"]
-    return torch.empty_strided(
-        [_hint(size) for size in x.shape],
-        [_hint(stride) for stride in x.stride()],
-        dtype=x.dtype,
-        device="meta",
-    )
-
-
-def _hint(size: Any) -> int:
-    return int(size) if isinstance(size, int) else int(size.node.hint)
-
-
-def _reached(nodes: Iterable[Node]) -> set[Node]:
-    """Return the nodes, and all that is computed of them."""
-    found, waiting = set(nodes), list(nodes)
-    while waiting:
-        for user in waiting.pop().users:
-            if user not in found:
-                found.add(user)
-                waiting.append(user)
-    return found
-
-
 def path_names(text: str) -> list[str]:
     """Names of a path as the tracer writes it.
 
@@ -380,28 +277,10 @@ def path_names(text: str) -> list[str]:
     return [name for name in names if name and name != "_modules"]
 
 
-def source_name(stack: Any) -> str:
-    """Return the op's name in sites, of a stack of source functions."""
-    if not stack:
-        return "autograd.Function"
-    text, target = stack[-1][:2]
-    if not isinstance(target, type):
-        text = target if isinstance(target, str) else getattr(target, "__name__", text)
-    return re.sub(r"_\d+$", "", str(text)).strip("_")
-
-
-def _is_known(target: Any, name: str) -> bool:
-    """Whether a source is known: a function, the name of a method of `Tensor`, or a class of `nn`.
-
-    Of a module of torch's own, `name` is the function that its forward calls.
-    """
-    function = getattr(Tensor, target, None) if isinstance(target, str) else target
-    if isinstance(function, type):
-        return getattr(nn, function.__name__, None) is function and name in _KNOWN_NAMES
-    try:
-        return function in KNOWN_FUNCTIONS or (function in _SQUARES and name == "square")
-    except TypeError:  # no hash
-        return False
+def _in_one_op(reader: Node) -> bool:
+    """Whether it is part of a module that writes one op out, such as a GELU."""
+    modules = [cls for _, cls in (reader.meta.get("fwd_nn_module_stack") or {}).values()]
+    return bool(modules) and isinstance(modules[-1], type) and recogniser(modules[-1]) is not None
 
 
 def _smooth_power(op: Node) -> bool:

@@ -15,7 +15,8 @@ from memtrain.activations.intercept.compiler_internals import (
     inductor_by,
     inside_compiled,
 )
-from memtrain.activations.intercept.graph_sites import path_names, source_name
+from memtrain.activations.intercept.graph_nodes import source_name
+from memtrain.activations.intercept.graph_sites import path_names
 from memtrain.activations.intercept.recompute import blocks_of
 
 INDUCTOR = "inductor"

@@ -24,6 +24,8 @@ from memtrain.activations.saved.site import UNKNOWN_READER
 from memtrain.compressors import Group, Host, Key
 from tests.activations.intercept import compiled_nets as nets
 from tests.activations.intercept.compiled_nets import gradient, held
+from tests.activations.saved import test_factors as factors
+from tests.activations.saved.test_reads import Model as Reading
 
 BACKEND = "aot_eager_decomp_partition"  # generates no code
 pytestmark = [
@@ -93,6 +95,31 @@ def test_an_op_of_someone_else_is_no_known_reader_of_a_result():
     torch.compile(model, backend=BACKEND)(torch.randn(64, 64)).backward()
     rows = memtrain.plan_of(model).entries("activation")
     assert {row.reason for row in rows if row.site.endswith("exp / saved")} == {UNKNOWN_READER}
+
+
+PRODUCTS = {
+    "elementwise": lambda h: (h - 0.1) * (h - 0.1),
+    "matrix": lambda h: (h.view(64, 64, 1) @ h.view(64, 1, 64))[:, 3] + 8,
+}
+READERS = {
+    name: {**factors.SMALL, **factors.NEAREST, **factors.LARGE}[name]
+    for name in ("a root", "a logarithm of two", "a logarithm of chosen elements", "indices")
+}
+READERS |= {"what is outside": lambda s: s, "a mean": factors.LARGE["a mean"]}
+
+
+@pytest.mark.parametrize("product", PRODUCTS)
+@pytest.mark.parametrize("reader", READERS)
+def test_a_graph_keeps_the_factors_of_a_product_that_another_op_reads(product, reader):
+    torch.manual_seed(0)
+    model = Reading(lambda h: READERS[reader](PRODUCTS[product](h)))
+    x = torch.randn(64, 64)
+    (exact,) = torch.autograd.grad(model(x).sum(), model.first.weight)
+    model, _ = wrapped(model, "activations_only")
+    run = torch.compile(model, backend=BACKEND)
+    (mine,) = torch.autograd.grad(run(x).sum(), model.first.weight)
+    assert torch.equal(mine, exact) is (reader != "a mean")
+    assert torch.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.98
 
 
 @pytest.mark.parametrize(

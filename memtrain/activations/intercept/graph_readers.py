@@ -1,0 +1,176 @@
+"""Which ops of a compiled graph read a result, or a product whose factor may be compressed."""
+
+from collections.abc import Callable, Collection
+from operator import getitem
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from memtrain.activations.intercept.graph_nodes import (
+    AVERAGE_POOLS,
+    CONVOLUTIONS,
+    NONLINEAR,
+    NORMS,
+    PRODUCTS,
+    SATURATING,
+    VIEWS,
+    example,
+    is_known,
+    is_tensor,
+    source_name,
+)
+from memtrain.activations.saved.averages import FEW
+from memtrain.activations.saved.payload_ops import compress_op
+
+aten = torch.ops.aten
+
+# As `SavedBy.readers` of the known-op table, by the source of the ops.
+_PRODUCTS = frozenset(name.strip("_") for name in PRODUCTS)
+RESULTS = {
+    "softmax": _PRODUCTS,
+    "exp": _PRODUCTS,
+    "sigmoid": frozenset[str](),  # a gate is multiplied first, and what reads the product is open
+    "tanh": frozenset[str](),
+}
+"""Op whose result is saved -> ops that may read the result compressed."""
+FACTORS = _PRODUCTS | {"mul", "imul", "multiply", "rmul", "pow", "square"}
+"""Sources of ops that save factors."""
+_SUMS = ("sum", "mean", *AVERAGE_POOLS)
+_CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
+_MASKS = (aten.where.self, aten.masked_fill.Scalar)
+_SAME_VALUES = (*VIEWS, *_CASTS, *_MASKS, aten.expand.default)
+_CHOOSES = (*_MASKS, aten.mul.Tensor, aten.index.Tensor, aten.index_select.default)
+_CARRIES = {*_SAME_VALUES, *_CHOOSES, getitem}
+_CARRIES |= {getattr(aten, name).default for name in ("neg", "cat", "stack", "repeat", "copy")}
+_CARRIES |= {aten.constant_pad_nd.default, aten.flip.default, aten.roll.default}
+_CARRIES |= {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.unbind.int}
+_CARRIES |= {aten.split_with_sizes.default, aten.native_dropout.default, aten.index_add.default}
+_CARRIES |= {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
+_CARRIES |= {aten.mul.Scalar, aten.div.Scalar}
+# These carry the products of matrices too.
+_FUNCTIONS = {aten.exp.default, aten.amax.default, aten.amin.default, aten.gather.default}
+_FUNCTIONS |= {aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.default}
+# Products of which either factor may be saved.
+_MULTIPLIES = (aten.mul.Tensor, aten.pow.Tensor_Scalar)
+_MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.addmm.default}
+_MATRIX_PRODUCTS |= {aten.baddbmm.default, aten.addmv.default}
+
+
+class GraphReaders:
+    """The ops of one forward graph that read its results and products.
+
+    `fixed` are the graph's parameters and buffers; gradients reach the `trained` nodes; `returned`
+    are the nodes that the graph returns, and which other code may read.
+    """
+
+    def __init__(
+        self, fixed: Collection[Node], trained: Collection[Node], returned: Collection[Node]
+    ) -> None:
+        self.fixed, self.trained, self.returned = fixed, trained, returned
+
+    def misread_result(self, start: Node, op: str) -> bool:
+        """Return whether an op that may not reads the result of an op of `RESULTS`."""
+
+        def carries(user: Node, node: Node, name: str) -> bool:
+            is_own = name == op and user.meta.get("seq_nr") == start.meta.get("seq_nr")
+            return is_own or name == "dropout" or user.target in _SAME_VALUES
+
+        return _is_misread(start, lambda user, node, name: name in RESULTS[op], carries, ())
+
+    def misread_product(self, ops: Collection[Node], saved: Node) -> bool:
+        """Return whether an op that may not reads the product of which the tensor is a factor.
+
+        `ops` are the nodes of the op that saves the tensor.
+        """
+        for product in ops:
+            factors = [arg for arg in product.args if isinstance(arg, Node)]
+            if product.target in _MATRIX_PRODUCTS:
+                computed = all(_base(factor) not in self.fixed for factor in factors[-2:])
+                return computed and self._misread(product, False, self.returned)
+            if product.target in _MULTIPLIES:
+                out = example(product).numel()
+                smallest = min(example(factor).numel() for factor in factors)
+                if len(factors) == 2 and FEW * smallest <= out == example(saved).numel():
+                    return self._misread(product, False, ())  # a residual stream may end it
+                return self._misread(product, True, self.returned)
+        return False
+
+    def _misread(self, product: Node, elementwise: bool, returned: Collection[Node]) -> bool:
+        def may_read(user: Node, node: Node, name: str) -> bool:
+            if name in _PRODUCTS:
+                return self._contracts(user, node)
+            return (not elementwise and name in SATURATING) or _averages(user, node, name) >= FEW
+
+        def carries(user: Node, node: Node, name: str) -> bool:
+            if user.target is aten.div.Tensor:
+                return user.args[0] is node
+            if user.target is aten.pow.Tensor_Scalar:
+                return bool(user.args[1] == 2)
+            if not elementwise and (user.target in _FUNCTIONS or name in NONLINEAR):
+                return True
+            chooses = elementwise and user.target in _CHOOSES and name != "dropout"
+            few = name not in NORMS and 0 < _averages(user, node, name) < FEW
+            return few or (user.target in _CARRIES and not (chooses and self._chooses(user)))
+
+        return _is_misread(product, may_read, carries, returned)
+
+    def _contracts(self, user: Node, node: Node) -> bool:
+        """Whether a matrix product sums `FEW` elements or more, not those that one-hots select."""
+        if user.target not in _MATRIX_PRODUCTS:
+            return False
+        factors = [arg for arg in user.args if isinstance(arg, Node)][-2:]
+        other = factors[factors[0] is node]
+        if node not in factors or (other not in self.trained and _base(other) not in self.fixed):
+            return False
+        shape = example(node).shape
+        return shape[-1 if factors[0] is node or len(shape) == 1 else -2] >= FEW
+
+    def _chooses(self, user: Node) -> bool:
+        """Whether a node chooses elements one by one, as a mask of their shape does."""
+        choices = [arg for arg in user.all_input_nodes if arg not in self.trained]
+        entries = max((example(arg).numel() for arg in choices), default=0)
+        return FEW * entries > example(user).numel()
+
+
+def _averages(user: Node, node: Node, name: str) -> int:
+    """Return how many elements of a node an average adds up; 0 for other ops."""
+    if name in _SUMS and is_tensor(user):
+        return example(node).numel() // max(1, example(user).numel())
+    if name in CONVOLUTIONS:
+        weight: Any = user.args[1]
+        return example(weight).shape[1:].numel()
+    return example(node).shape[-1] if name in NORMS else 0
+
+
+def _is_misread(
+    start: Node,
+    may_read: Callable[[Node, Node, str], bool],
+    carries: Callable[[Node, Node, str], bool],
+    returned: Collection[Node],
+) -> bool:
+    waiting, seen = [start], {start}
+    while waiting:
+        node = waiting.pop()
+        if node in returned:
+            return True
+        for user in node.users:
+            if user.op == "output" or user in seen or user.target is compress_op.default:
+                continue
+            if "fwd_source_fn_stack" in user.meta:  # part of the backward
+                continue
+            stack = user.meta.get("source_fn_stack")
+            name = source_name(stack)
+            name = name if stack and is_known(stack[-1][1], name) else ""
+            if carries(user, node, name):
+                seen.add(user)
+                waiting.append(user)
+            elif not may_read(user, node, name):
+                return True
+    return False
+
+
+def _base(node: Node) -> Node:
+    while node.target in VIEWS or node.target in _CASTS:
+        node = node.all_input_nodes[0]
+    return node
