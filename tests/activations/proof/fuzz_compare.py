@@ -7,6 +7,7 @@ import warnings
 from functools import cache
 
 import torch
+from torch._C._autograd import _get_sequence_nr
 
 import memtrain
 from memtrain.config.sources import load
@@ -155,6 +156,10 @@ def _wrapped(model, cfg):
 
 def failure(program, seed):
     """What is wrong with the wrapped model of a program; empty where nothing is."""
+    while _get_sequence_nr() < 10_000:
+        # Autograd numbers a thread's nodes from 0. Where the main thread's are no larger, gradients
+        # add up in another order, also in PyTorch alone: in the first model of a process.
+        torch.ones(1, requires_grad=True).neg()
     torch.manual_seed(seed)
     model = Random(program)
     baseline = Training(copy.deepcopy(model), seed).results()
