@@ -107,12 +107,10 @@ def pytest_configure():
     if not _GPU and not _PTX and find_spec("triton"):
         _correct_interpreter()
     if _PTX:
-        import memtrain.kernels
-        from tests.kernels.no_device import Execution, execute, replace_launch
+        from tests.kernels.no_device import Execution, execute_launches
 
         seed = os.environ["MEMTRAIN_PTX"]
-        driver = Execution(None if seed == "1" else int(seed))
-        replace_launch(memtrain.kernels, execute, driver)
+        execute_launches(Execution(None if seed == "1" else int(seed)))
 
 
 @pytest.hookimpl(trylast=True)  # once the test's reports are sent

@@ -9,7 +9,6 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import triton
@@ -17,15 +16,37 @@ from torch import Tensor
 from torch._subclasses import FakeTensor
 from triton.runtime.cache import get_cache_manager
 
-from benchmarks.machine_code import ARCHITECTURE
+from benchmarks.machine_code import ARCHITECTURE, resources
+from memtrain import kernels
 from memtrain.kernels import device_guard
 from tests.kernels.ptx.kernel import Kernel
-from tests.kernels.ptx.memory import Memory
+from tests.kernels.ptx.memory import Fault, Memory
 from tests.kernels.ptx.program import parse
 
 
-class NoDevice:
-    """A driver of Triton's as far as compiling asks for one."""
+def execute_launches(driver: "Execution") -> None:
+    """Let `execute` stand in for `device_guard.launch` in every module that launches."""
+    triton.runtime.driver.set_active(driver)
+    own, device_guard.launch = device_guard.launch, execute
+    for info in pkgutil.walk_packages(kernels.__path__, f"{kernels.__name__}."):
+        if not info.name.endswith((".libmemtrain", ".calls")):
+            module = importlib.import_module(info.name)
+            if getattr(module, "launch", None) is own:
+                module.launch = execute
+
+
+class Execution:
+    """A driver that executes what was compiled, on tensors of the CPU.
+
+    Args:
+        seed: Moves the results of approximate instructions; None: nothing does.
+    """
+
+    def __init__(self, seed: int | None = None) -> None:
+        self.utils = self
+        self._seed = seed
+        # Each has some 20,000 Python objects, among which the tensors of a launch are looked for.
+        self._kernel = lru_cache(maxsize=16)(self._read)
 
     def get_current_device(self) -> int:
         """A number that no device has: what is compiled is kept by it."""
@@ -41,43 +62,15 @@ class NoDevice:
 
         return GPUTarget("cuda", ARCHITECTURE, 32)
 
-
-def replace_launch(folder: ModuleType, by: Callable[..., None], driver: NoDevice) -> None:
-    """Let `by` stand in for `device_guard.launch` in every module that launches.
-
-    Args:
-        folder: The package of all kernels.
-        by: Called with a kernel, its grid, its arguments and its options.
-        driver: In place of that of the device.
-    """
-    triton.runtime.driver.set_active(driver)
-    own, device_guard.launch = device_guard.launch, by
-    for info in pkgutil.walk_packages(folder.__path__, f"{folder.__name__}."):
-        if not info.name.endswith((".libmemtrain", ".calls")):
-            module = importlib.import_module(info.name)
-            if getattr(module, "launch", None) is own:
-                module.launch = by
-
-
-class Execution(NoDevice):
-    """A driver that executes what was compiled, on tensors of the CPU.
-
-    Args:
-        seed: Moves the results of approximate instructions; None: nothing does.
-    """
-
-    def __init__(self, seed: int | None = None) -> None:
-        self.utils = self
-        self._seed = seed
-        # Each has some 20,000 Python objects, among which the tensors of a launch are looked for.
-        self._kernel = lru_cache(maxsize=16)(self._read)
-
     def get_device_properties(self, device: int) -> dict[str, int]:
         """What a launch may take: an H100's."""
         return {"max_shared_mem": 227 * 1024}
 
-    def load_binary(self, *given: Any) -> tuple[Any, ...]:
+    def load_binary(self, name: str, binary: bytes, *given: Any) -> tuple[Any, ...]:
         """Module, function, registers, spills, and the most threads of a program."""
+        found = resources(binary)
+        if found["STACK"] or found["LOCAL"]:
+            raise Fault(f"{name} uses a stack or spills registers: {found}")
         return self, None, 0, 0, 1024
 
     def _read(self, hashed: str, name: str, fuse: bool, shared: int) -> Kernel:
