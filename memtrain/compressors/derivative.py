@@ -82,7 +82,7 @@ class DerivativeCode(Compressor):
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Return the codes of `x` in logical order; `key` is unused."""
         step = self.table()
-        codes = derivative.encode(x.detach(), step.boundaries, parity=step.parity, shift=step.shift)
+        codes = derivative.encode(x.detach(), step.boundaries, parity=step.parity)
         return Packed({"codes": codes}, x.shape, x.dtype)
 
     def decompress(self, packed: Packed) -> Tensor:

@@ -177,8 +177,7 @@ def derivative(compressor, x, packed, key):
     step = compressor.table()
     flushed = [0.0 if abs(b) < torch.finfo(torch.float32).tiny else b for b in step.boundaries]
     table = torch.tensor(flushed, dtype=torch.float32)
-    at = x.float() - torch.tensor(step.shift, dtype=torch.float32)
-    at = at.abs() if step.parity == "even" else at
+    at = x.float().abs() if step.parity == "even" else x.float()
     if step.parity == "band":
         code = ((at > table[0]) & (at <= table[1])).long()
     else:

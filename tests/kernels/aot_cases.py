@@ -55,8 +55,7 @@ def encode(dtype, bits, parity="plain"):
     count = 0 if bits > 4 else 2 if parity == "band" else (1 << bits) - 1
     constants = {"BOUNDARIES": tuple(map(float, range(count))), "PARITY": parity}
     constants |= {"BITS": bits, "LANES": lanes(bits), "TILE": derivative._tile(bits)}
-    sizes = {"n": "i64", "n_blocks": "i64", "shift": "fp32"}
-    return derivative._encode_kernel, pointers | sizes, constants
+    return derivative._encode_kernel, pointers | {"n": "i64", "n_blocks": "i64"}, constants
 
 
 def backward(dtype, bits, *, multiply=True):

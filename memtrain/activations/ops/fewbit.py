@@ -68,7 +68,7 @@ def _fewbit_forward(
     # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
     dense = x if is_dense(x) else x.clone()
     flat = memory_order(dense)
-    codes = derivative.encode(flat, step.boundaries, parity=step.parity, shift=step.shift)
+    codes = derivative.encode(flat, step.boundaries, parity=step.parity)
     ctx.save_for_backward(codes)
     ctx.step = step.levels, dense.shape, dense.stride()
     if inplace:

@@ -14,9 +14,9 @@ MAX_BITS = 8
 class Approximation:
     """A step function q that replaces f' in the backward pass.
 
-    The code of x is the number of boundaries below its side, which is `x - shift` (`"plain"`) or
-    `|x - shift|` (`"even"`). `"band"` has two boundaries, and code 1 for lo < x - shift <= hi.
-    Kernels compare in float32.
+    The code of x is the number of boundaries below its side, which is x (`"plain"`) or |x|
+    (`"even"`). `"band"` has two boundaries, and code 1 for lo < x <= hi. Kernels compare in
+    float32.
 
     Attributes:
         boundaries: The 2**bits - 1 inner boundaries, ascending; 2 for a band.
@@ -24,14 +24,12 @@ class Approximation:
             band: outside, inside.
         error: The weighted integral of (f' - q)**2 over the interval; not compared.
         parity: `"plain"`, `"even"` or `"band"`.
-        shift: Subtracted from x first.
     """
 
     boundaries: tuple[float, ...]
     levels: tuple[float, ...]
     error: float = field(compare=False)
     parity: str = "plain"
-    shift: float = 0.0
 
     @property
     def bits(self) -> int:
@@ -40,14 +38,12 @@ class Approximation:
 
     @property
     def even(self) -> bool:
-        """Whether the boundaries are compared with |x - shift|."""
+        """Whether the boundaries are compared with |x|."""
         return self.parity == "even"
 
     def __call__(self, x: Array) -> Array:
         """Return q(x) in float64; a value equal to a boundary has the level on its left."""
-        side = np.asarray(x, np.float64) - self.shift
-        if self.even:
-            side = np.abs(side)
+        side = np.abs(x) if self.even else x
         code = np.searchsorted(self.boundaries, side, side="left")
         if self.parity == "band":
             code = code % 2

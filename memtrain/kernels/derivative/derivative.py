@@ -1,9 +1,9 @@
 """Few-bit derivative codes: a forward keeps codes of its input, its backward multiplies by levels.
 
-The side of x is x - shift (parity `"plain"`) or |x - shift| (`"even"`), in float32. Its code is the
-number of smaller boundaries, so a value equal to a boundary goes left. Parity `"band"` has two
-boundaries and one bit, 1 for low < x - shift <= high. NaN has code 0. Codes are packed in blocks of
-256 (layout: `packing.bits`); the last block is padded with the code of 0.
+The side of x is x (parity `"plain"`) or |x| (`"even"`), in float32. Its code is the number of
+smaller boundaries, so a value equal to a boundary goes left. Parity `"band"` has two boundaries and
+one bit, 1 for low < x <= high. NaN has code 0. Codes are packed in blocks of 256 (layout:
+`packing.bits`); the last block is padded with the code of 0.
 
 For C++, everything that is independent of the tensors is cached (`_encoder`, `_decoder`), because a
 small tensor costs more around its kernel than in it.
@@ -12,8 +12,6 @@ Reference:
     Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441.
 """
 
-import ctypes
-import struct
 from collections.abc import Callable, Sequence
 from functools import cache
 
@@ -31,13 +29,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # indice
 _SIZES = tuple(2**bits for bits in range(1, 9))
 
 
-def encode(
-    x: Tensor, boundaries: Sequence[float], *, parity: str = "plain", shift: float = 0.0
-) -> Tensor:
+def encode(x: Tensor, boundaries: Sequence[float], *, parity: str = "plain") -> Tensor:
     """Pack the code of every element of `x`, in logical order; float64 is rounded to float32 first.
 
-    There are 2**bits - 1 ascending boundaries, 1 to 8 bits, or 2 for a band. The boundaries and
-    `shift`, which is subtracted from `x`, are rounded to float32.
+    There are 2**bits - 1 ascending boundaries, 1 to 8 bits, or 2 for a band, rounded to
+    float32.
 
     Returns:
         uint8, [ceil(numel / 256), 32 * bits]. NaN has code 0, -Inf the first code and +Inf the
@@ -49,10 +45,10 @@ def encode(
         (torch.Size([1, 32]), tensor([0., 0., 1.]))
     """
     if is_plain_cpu(x):
-        return _encoder(tuple(boundaries), parity, shift, x.dtype)(x.contiguous())
+        return _encoder(tuple(boundaries), parity, x.dtype)(x.contiguous())
     check_side(x.dtype, boundaries, parity)
     run = _encode if is_plain(x) else _encode_op
-    return run(x.contiguous(), boundaries, parity, shift)
+    return run(x.contiguous(), boundaries, parity)
 
 
 def decode(
@@ -88,16 +84,16 @@ def backward(grad: Tensor, codes: Tensor, levels: Sequence[float]) -> Tensor:
     return run(codes, levels, grad, grad.numel(), grad.dtype)
 
 
-def _encode(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
+def _encode(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
     choice = choose(x)
     if choice == "reference":
-        return encode_reference(x, boundaries, parity, shift)
+        return encode_reference(x, boundaries, parity)
     if choice == "triton":
         from memtrain.kernels.derivative import derivative_triton
 
         table = tuple(numbers(tuple(boundaries)).tolist())
-        return derivative_triton.encode(x, table, parity, shift)
-    return _encoder(tuple(boundaries), parity, shift, x.dtype)(x)
+        return derivative_triton.encode(x, table, parity)
+    return _encoder(tuple(boundaries), parity, x.dtype)(x)
 
 
 def _levels(
@@ -131,14 +127,13 @@ def _empty_codes(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
 
 @cache
 def _encoder(
-    boundaries: tuple[float, ...], parity: str, shift: float, dtype: torch.dtype
+    boundaries: tuple[float, ...], parity: str, dtype: torch.dtype
 ) -> Callable[[Tensor], Tensor]:
     """Return the kernel that encodes contiguous tensors of one dtype."""
     check_side(dtype, boundaries, parity)
     bits, table = code_bits(boundaries, parity), numbers(boundaries).data_ptr()
-    (shift_bits,) = struct.unpack("i", ctypes.c_float(shift))  # Inf beyond float32
-    settings = table, DTYPES.index(dtype), bits, PARITIES.index(parity), shift_bits
-    width, (kernel, pack) = BLOCK_SIZE // 8 * bits, cpu.packed("mt_derivative_encode", "10q")
+    settings = table, DTYPES.index(dtype), bits, PARITIES.index(parity)
+    width, (kernel, pack) = BLOCK_SIZE // 8 * bits, cpu.packed("mt_derivative_encode", "9q")
 
     def run(x: Tensor) -> Tensor:
         n = x.numel()
@@ -157,8 +152,8 @@ def _decoder(
     """Return the kernel that writes levels of one dtype, times a gradient if given."""
     check_dtype(dtype)
     bits, table = bits_of(len(levels), 0), numbers(levels, wide(dtype)).data_ptr()
-    settings = table, DTYPES.index(dtype), bits, 0, 0
-    kernel, pack = cpu.packed("mt_derivative_decode", "10q")
+    settings = table, DTYPES.index(dtype), bits, 0
+    kernel, pack = cpu.packed("mt_derivative_decode", "9q")
 
     def run(grad: Tensor | None, codes: Tensor, out: Tensor) -> Tensor:
         pointers = 0 if grad is None else grad.data_ptr(), codes.data_ptr(), out.data_ptr()
@@ -211,9 +206,9 @@ def wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def encode_reference(x: Tensor, boundaries: Sequence[float], parity: str, shift: float) -> Tensor:
+def encode_reference(x: Tensor, boundaries: Sequence[float], parity: str) -> Tensor:
     """Return the codes of `x`, in logical order."""
-    side = bit_layout.blocks(x.float(), BLOCK_SIZE) - shift
+    side = bit_layout.blocks(x.float(), BLOCK_SIZE)
     side = side.abs() if parity == "even" else side
     table = numbers(tuple(boundaries)).tolist()
     if parity == "band":
@@ -235,9 +230,9 @@ def levels_reference(
 
 
 _encode_op = register(
-    "derivative_encode(Tensor x, float[] boundaries, str parity, float shift) -> Tensor",
+    "derivative_encode(Tensor x, float[] boundaries, str parity) -> Tensor",
     _encode,
-    lambda x, boundaries, parity, shift: _empty_codes(x, boundaries, parity),
+    _empty_codes,
 )
 _levels_op = register(
     "derivative_levels(Tensor codes, float[] levels, Tensor? grad, SymInt n, ScalarType dtype)"

@@ -39,7 +39,7 @@ def _code(side, table_ptr, BOUNDARIES: tl.constexpr, BITS: tl.constexpr, BAND: t
 def _encode_kernel(
     x_ptr, codes_ptr,
     table_ptr,  # the boundaries, read if there are more than 15
-    n, n_blocks, shift,
+    n, n_blocks,
     BOUNDARIES: tl.constexpr, BITS: tl.constexpr, LANES: tl.constexpr, PARITY: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def _encode_kernel(
     for lane in tl.static_range(LANES):
         at = row * 256 + lane * WIDTH + position
         x = tl.load(x_ptr + at, mask=at < left, other=0.0).to(tl.float32)
-        side = tl.abs(x - shift) if PARITY == "even" else x - shift
+        side = tl.abs(x) if PARITY == "even" else x
         code = _code(side, table_ptr, BOUNDARIES, BITS, PARITY == "band")
         word |= code.to(WORD) << (BITS * lane)
     for byte in tl.static_range(LANES * BITS // 8):
@@ -143,7 +143,7 @@ def _table(numbers: tuple[float, ...], dtype: torch.dtype, device: torch.device)
     return torch.tensor(numbers, dtype=dtype, device=device)
 
 
-def encode(x: Tensor, boundaries: tuple[float, ...], parity: str, shift: float) -> Tensor:
+def encode(x: Tensor, boundaries: tuple[float, ...], parity: str) -> Tensor:
     """Return the codes of a contiguous `x`."""
     bits = 1 if parity == "band" else (len(boundaries) + 1).bit_length() - 1
     n_blocks = triton.cdiv(x.numel(), BLOCK_SIZE)
@@ -152,7 +152,7 @@ def encode(x: Tensor, boundaries: tuple[float, ...], parity: str, shift: float) 
         launch(
             _encode_kernel, (triton.cdiv(n_blocks, _tile(bits)),), x, codes,
             codes if bits <= 4 else _table(boundaries, torch.float32, x.device),
-            x.numel(), n_blocks, float(shift),
+            x.numel(), n_blocks,
             BOUNDARIES=boundaries if bits <= 4 else (), BITS=bits, LANES=lanes(bits),
             PARITY=parity, TILE=_tile(bits),
         )  # fmt: skip

@@ -22,7 +22,7 @@ from memtrain.kernels.patch import patch
 from memtrain.precision import FP8_FORWARD
 
 N = 2**14
-BOOK, PLAIN, CODES = ("DE", 4, True), ([-1.0, 0.0, 1.0], "plain", 0.0), (4, 256, 0, True, False)
+BOOK, PLAIN, CODES = ("DE", 4, True), ([-1.0, 0.0, 1.0], "plain"), (4, 256, 0, True, False)
 FORM, LEVELS = FP8_FORWARD.layout, [0.0, 0.25, 0.5, 1.0]
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES, torch.float64)

@@ -21,7 +21,7 @@ enum Parity : int64_t { kPlain, kEven, kBand };
 // Arguments of both kernels; the order is that of `_encoder` and `_decoder` in derivative.py.
 struct Derivative {
   const void* table;  // boundaries, or levels; levels of doubles are doubles
-  int64_t dtype, bits, parity, shift;  // shift: bits of a float
+  int64_t dtype, bits, parity;
   const void* in;  // the tensor, or its gradient: null where the levels themselves are wanted
   uint8_t* codes;
   void* out;
@@ -109,7 +109,6 @@ struct Band {
 template <int kBits, typename Codes>
 inline void encode_blocks(const Derivative& s, int64_t begin, int64_t end) {
   const Codes codes_of(static_cast<const float*>(s.table));
-  const F shift = splat(float_of(static_cast<uint32_t>(s.shift)));
   const I kept = splat_int(s.parity == kEven ? 0x7FFFFFFF : -1);
   float room[kBlock];
   for (int64_t b = begin; b < end; ++b) {
@@ -118,7 +117,7 @@ inline void encode_blocks(const Derivative& s, int64_t begin, int64_t end) {
       I codes[8];
       MT_UNROLL(8)
       for (int k = 0; k < 8; ++k)
-        codes[k] = codes_of.code_of((F)((I)(load(x + 32 * k + at) - shift) & kept));
+        codes[k] = codes_of.code_of((F)((I)load(x + 32 * k + at) & kept));
       store_codes<kBits>(s.codes + b * (32 * kBits) + at, codes, 32);
     }
   }
