@@ -27,7 +27,7 @@ LONGEST = 450
 
 LIMITS = {
     "lines of the package": 42_200,
-    "lines of the tests": 41_400,
+    "lines of the tests": 40_000,
     "lines of experiments and benchmarks": 4_500,
     "classes": 190,
     f"files above {LONGEST} lines": 0,

@@ -146,20 +146,6 @@ def test_every_half_goes_through_float_and_back():
         assert torch.equal(*(y.nan_to_num(7.0) for y in results))
 
 
-@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-@pytest.mark.skipif(library() is None, reason="no C++ library")
-def test_one_bit_on_every_side_is_the_references(dtype):
-    special = torch.tensor([NAN, -NAN, INF, -INF, -0.0, 0.25, -0.25, 0.75, 1e-40, -1e-40])
-    for n in (0, 1, 9, 255, 256, 257, 1031):
-        x = torch.cat([special, torch.randn(1031)]).to(dtype)[:n]
-        grad = torch.cat([torch.randn(1024), special]).to(dtype)[-n or 1034 :]
-        for parity in derivative.PARITIES:
-            boundaries = [-0.25, 0.75] if parity == "band" else [0.25]
-            given = x, grad, boundaries, [-0.5, 1.5]
-            for reference, kernel in beside_the_reference("cpu", *given, parity=parity):
-                torch.testing.assert_close(kernel, reference, rtol=0, atol=0, equal_nan=True)
-
-
 def test_wrong_input_is_named():
     x = torch.zeros(4)
     with pytest.raises(TypeError, match=r"torch\.int64"):
