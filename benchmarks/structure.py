@@ -59,10 +59,9 @@ PRIVATE = re.compile(
     re.IGNORECASE,
 )
 """Words that readers from outside had to guess, matched as whole words."""
-_NAMES = re.compile(
-    "foreign|given|held|look|mine|theirs|asked|again|beneath|" + PRIVATE.pattern, re.IGNORECASE
-)
-"""Words that no identifier of the package may have, beside those that nothing has."""
+_MORE = "foreign|own|given|held|look|turns?|mine|theirs|asked|again|beneath"
+_NAMES = re.compile(f"{PRIVATE.pattern}|{_MORE}", re.IGNORECASE)
+"""Words that no identifier of the package may have."""
 _PRIVATE = re.compile(rf"\b({PRIVATE.pattern})\b", re.IGNORECASE)
 _PARTS = re.compile(r"[A-Za-z]+")
 

@@ -15,7 +15,7 @@ from memtrain.activations.intercept.hooks import Interception
 from memtrain.activations.saved.checks import Checks
 from memtrain.compressors import Compressor, Keep
 from memtrain.config.sources import Config
-from memtrain.optim.states.checkpoint_options import OWN
+from memtrain.optim.states.checkpoint_options import KEY
 from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.known_optimizers import is_tested
 from memtrain.optim.states.optimizer_hooks import chain
@@ -238,7 +238,7 @@ def _register_optimizer_hooks(
     untrained = UntrainedParameters(model, optimizers, interception)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group.setdefault(OWN, ())  # torch's flattened checkpoints load options of live groups
+            group.setdefault(KEY, ())  # torch's flattened checkpoints load options of live groups
         wrapped.handles.append(optimizer.register_step_pre_hook(untrained))
         wrapped.handles.append(StateDictHooks(wrapped).attach(optimizer))
         if first is not None:
@@ -322,7 +322,7 @@ def _detach(model: nn.Module, optimizers: list[Optimizer]) -> None:
     for optimizer in optimizers:
         vars(optimizer).pop("_models", None)
         for group in optimizer.param_groups:
-            group.pop(OWN, None)
+            group.pop(KEY, None)
     delattr(model, ATTRIBUTE)
 
 

@@ -14,7 +14,7 @@ from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
 from memtrain.optim.states import layout
 from memtrain.optim.states.checkpoint_options import numbered
 from memtrain.optim.states.compressed import CompressedOptimizer, refuse
-from memtrain.optim.states.compressed_states import OWN, CompressedStates, on_each
+from memtrain.optim.states.compressed_states import KEY, CompressedStates, on_each
 from memtrain.optim.states.known_optimizers import default_choice
 from memtrain.optim.states.optimizer_hooks import innermost
 
@@ -184,7 +184,7 @@ def portable_state_dict(optimizer: Optimizer) -> dict[str, Any]:
         >>> torch.optim.AdamW([weight]).load_state_dict(portable_state_dict(optimizer))
     """
     saved = optimizer.state_dict()
-    saved.pop(OWN, None)
+    saved.pop(KEY, None)
     optimizer = innermost(optimizer)
     states = {
         number: {

@@ -161,6 +161,6 @@ def test_a_stream_waits_for_each_copy_in_order():
 @pytest.mark.parametrize("give", [CopiesInFlight.make_room, CopiesInFlight.clear])
 def test_what_another_thread_gives_away_meanwhile_is_passed_over(give):
     held, waited = in_flight()
-    held._held = Raced(held._held)
+    held._kept = Raced(held._kept)
     give(held)
     assert waited == []

@@ -170,7 +170,7 @@ def parts_of_a_whole(rank, world):
         placements = [Replicate(), *(Shard(dim) for dim in range(len(shape)))]
         for placement in placements:
             theirs = distribute_tensor(whole, mesh, [placement], src_data_rank=None)
-            own = shards.local(shards.place(whole, theirs))
+            own = shards.local(shards.placed_as(whole, theirs))
             equal.append(torch.equal(own, theirs.to_local()))
     return equal
 

@@ -100,9 +100,11 @@ def counts(monkeypatch):
         torch._foreach_add_(steps, 1)
         return [float(step.numpy()) for step in steps]
 
-    counted = FusedStates._turns
+    counted = FusedStates._step_counts
     monkeypatch.setattr(
-        FusedStates, "_turns", lambda self, p: turns(self, p) if self.counts else counted(self, p)
+        FusedStates,
+        "_step_counts",
+        lambda self, p: turns(self, p) if self.counts else counted(self, p),
     )
 
 

@@ -73,8 +73,8 @@ class GraphReaders:
         """Return whether an op that may not reads the result of an op of `RESULTS`."""
 
         def carries(user: Node, node: Node, name: str) -> bool:
-            is_own = name == op and user.meta.get("seq_nr") == start.meta.get("seq_nr")
-            return is_own or name == "dropout" or user.target in _SAME_VALUES
+            is_same = name == op and user.meta.get("seq_nr") == start.meta.get("seq_nr")
+            return is_same or name == "dropout" or user.target in _SAME_VALUES
 
         return _is_misread(start, lambda user, node, name: name in RESULTS[op], carries, ())
 

@@ -68,8 +68,8 @@ class Codec(NamedTuple):
         n_blocks = -(-n // self.block)
         codes = n_blocks * self.block * self.bits // 8
         if self.kind == "lloyd_max":
-            own = {"row": shape[0], "col": shape[1:].numel()}
-            return {"codes": codes, "scale": n_blocks, **own}
+            vectors = {"row": shape[0], "col": shape[1:].numel()}
+            return {"codes": codes, "scale": n_blocks, **vectors}
         return {"codes": codes, "scale": sum(shape) if self.kind == "rank1" else n_blocks}
 
     def check(self, shape: torch.Size) -> None:

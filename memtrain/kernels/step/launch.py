@@ -55,13 +55,13 @@ class TritonEntryGroup(EntryGroup):
         self._update_options = _update_options(first, constants)
         self._each = elements(first)
         self._programs = self._count_programs()
-        own = count * SCALARS // 8
-        self._here, self._there = new_table(own + count * FIELDS, self.device)
+        size = count * SCALARS // 8
+        self._here, self._there = new_table(size + count * FIELDS, self.device)
         numbers = self._here.numpy()
-        self._own = numbers[:own].view(np.float32).reshape(count, COUNT)
-        self._rows = numbers[own:].reshape(count, FIELDS)
-        self._table = self._there[own:].view(count, FIELDS)
-        self._scalars = self._there[:own].view(torch.float32).view(count, COUNT)
+        self._host_scalars = numbers[:size].view(np.float32).reshape(count, COUNT)
+        self._rows = numbers[size:].reshape(count, FIELDS)
+        self._table = self._there[size:].view(count, FIELDS)
+        self._scalars = self._there[:size].view(torch.float32).view(count, COUNT)
         self._rows[:] = table(entries)
         self._rows[:, SCALARS_FIELD] = self._scalars.data_ptr() + SCALARS * np.arange(count)
         if self.kind == "rank1":
@@ -78,13 +78,13 @@ class TritonEntryGroup(EntryGroup):
         super().begin(inputs)
         first = 0 if self._flat is None else self._flat.data_ptr()
         for name, offsets in self._offsets.items():
-            own = offsets >= 0
-            self._rows[own, VECTOR_FIELDS[name]] = first + 4 * offsets[own]
+            is_set = offsets >= 0
+            self._rows[is_set, VECTOR_FIELDS[name]] = first + 4 * offsets[is_set]
         if inputs.seeds:
             self._rows[:, SEED_FIELD] = inputs.seeds
         if inputs.guards:
             self._rows[:, GUARD_FIELD] = [0 if g is None else g.data_ptr() for g in inputs.guards]
-        self._own[:] = stacked_rows(inputs.scalars)
+        self._host_scalars[:] = stacked_rows(inputs.scalars)
         self._rows[:, GRADIENT_FIELD] = [*map(Tensor.data_ptr, inputs.grads)]
         send(self._here, self._there)
 

@@ -135,7 +135,7 @@ def _copies_of(entry: Entry) -> list[Tensor]:
 
 def _step_copied(entries: Sequence[Entry]) -> None:
     """Update contiguous copies of the entries' tensors, and copy the results back."""
-    own = [
+    copies = [
         entry._replace(
             param=entry.param.detach().contiguous(),
             grad=entry.grad.contiguous(),
@@ -143,8 +143,8 @@ def _step_copied(entries: Sequence[Entry]) -> None:
         )
         for entry in entries
     ]
-    PreparedStep(own).run()
-    for entry, copy in zip(entries, own, strict=True):
+    PreparedStep(copies).run()
+    for entry, copy in zip(entries, copies, strict=True):
         entry.param.detach().copy_(copy.param)
         if entry.master.correction is not None and copy.master.correction is not None:
             entry.master.correction.copy_(copy.master.correction)

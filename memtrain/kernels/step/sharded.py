@@ -69,9 +69,9 @@ def _begin(entries: dict[int, Entry]) -> list[tuple[list[int], Any]]:
         kinds[same_kernels(entry)].append(k)
     groups = []
     for positions in kinds.values():
-        own = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in positions]
-        group = TritonEntryGroup(own)
-        group.begin(inputs_of(own))
+        contiguous = [entries[k]._replace(grad=entries[k].grad.contiguous()) for k in positions]
+        group = TritonEntryGroup(contiguous)
+        group.begin(inputs_of(contiguous))
         group.reduce()
         groups.append((positions, group))
     return groups

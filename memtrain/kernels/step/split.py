@@ -29,9 +29,10 @@ class MasterWeight(NamedTuple):
     """Storage of the float32 master of a 16-bit weight: a correction, stochastic rounding, or none.
 
     Example:
-        >>> weight, own = torch.empty(1, dtype=torch.bfloat16), MasterWeight(torch.empty(1).short())
-        >>> own.write(torch.tensor([0.1]), weight)
-        >>> own.read(weight).item() == torch.tensor(0.1).item()
+        >>> weight = torch.empty(1, dtype=torch.bfloat16)
+        >>> master = MasterWeight(torch.empty(1).short())
+        >>> master.write(torch.tensor([0.1]), weight)
+        >>> master.read(weight).item() == torch.tensor(0.1).item()
         True
     """
 
@@ -147,8 +148,8 @@ def merge(weight: Tensor, correction: Tensor | None = None) -> Tensor:
     """
     master = torch.empty_like(weight, dtype=torch.float32)
     _check(master, weight, correction)
-    for own, low, lost in _pieces(master, weight, correction):
-        own.copy_(merge_reference(low, lost))
+    for piece, low, lost in _pieces(master, weight, correction):
+        piece.copy_(merge_reference(low, lost))
     return master
 
 

@@ -51,7 +51,7 @@ class AdamW4bit(FusedStates):
 
     update_rule = "adamw"
     plain = AdamW
-    own_options = ("decoupled_weight_decay",)
+    new_options = ("decoupled_weight_decay",)
     names = ("exp_avg", "exp_avg_sq")
     counts = True
 
@@ -99,11 +99,11 @@ class AdamW4bit(FusedStates):
         decoupled = all(g.get("decoupled_weight_decay", True) for g in self.param_groups)
         return AdamW if decoupled else Adam
 
-    def scalars(self, group: dict[str, Any], turn: float) -> AdamWScalars:
+    def scalars(self, group: dict[str, Any], count: float) -> AdamWScalars:
         """As `FusedStates.scalars`."""
         b1, b2 = group["betas"]
         return adamw(
-            turn,
+            count,
             lr=float(group["lr"]),
             betas=(float(b1), float(b2)),
             eps=float(group["eps"]),
@@ -147,7 +147,7 @@ Adam4bit = variant(
         Kingma and Ba, Adam: A Method for Stochastic Optimization, arXiv:1412.6980.
     """,
     plain=Adam,
-    own_options=(),
+    new_options=(),
 )
 
 AdamW8bit = variant(
@@ -189,5 +189,5 @@ Adam8bit = variant(
     "Adam8bit",
     """`AdamW8bit` with `torch.optim.Adam`'s weight decay: none, or added to the gradient.""",
     plain=Adam,
-    own_options=(),
+    new_options=(),
 )

@@ -111,8 +111,8 @@ class FusedStates(CompressedStates):
             new.check(group)
         return new
 
-    def scalars(self, group: dict[str, Any], turn: float) -> Scalars:
-        """Return the kernel's scalars for a group's step `turn` (1 is a parameter's first)."""
+    def scalars(self, group: dict[str, Any], count: float) -> Scalars:
+        """Return the kernel's scalars for a group's step `count` (1 is a parameter's first)."""
         raise NotImplementedError
 
     @classmethod
@@ -179,21 +179,21 @@ class FusedStates(CompressedStates):
 
     def step_parts(self, parts: Sequence[Part]) -> None:
         """Update the parameters of some groups; nothing has changed if this raises."""
-        own = [(group, with_local_gradients(targets)) for group, targets in parts]
-        found = self._step_tensors(own)
+        local_parts = [(group, with_local_gradients(targets)) for group, targets in parts]
+        found = self._step_tensors(local_parts)
         prepared = None if found is None else self._steps.find(found[0])
-        for group, targets in own:
+        for group, targets in local_parts:
             if prepared is None:
                 refuse_sparse(targets, type(self).__name__)
                 refuse_meta(targets, type(self).__name__)
             self.check(group)
-        watched = self._stall.before(own)
+        watched = self._stall.before(local_parts)
         if prepared is not None and found is not None:
-            scalars = [one for part in own for one in self._scalars(*part)]
+            scalars = [one for part in local_parts for one in self._scalars(*part)]
             prepared.run(Inputs(scalars, *found[1]))
         else:
-            self._prepare_and_step(own)
-        _increase_versions([target.param for _, targets in own for target in targets])
+            self._prepare_and_step(local_parts)
+        _increase_versions([target.param for _, targets in local_parts for target in targets])
         self._stall.after(watched)
 
     @cached_property
@@ -260,8 +260,8 @@ class FusedStates(CompressedStates):
     ) -> Entry:
         param, grad, guard, master = target
         payloads = tuple(as_payload(state[name]) for name in names)
-        own, grad, shard = real_view(local(param)), real_view(grad), shard_of(param)
-        return Entry(own, grad, payloads, codecs, self.update_rule, scalars, shard, master, guard)
+        part, grad, shard = real_view(local(param)), real_view(grad), shard_of(param)
+        return Entry(part, grad, payloads, codecs, self.update_rule, scalars, shard, master, guard)
 
     def _kept_as(
         self, param: Tensor, names: tuple[str, ...]
@@ -303,7 +303,7 @@ class FusedStates(CompressedStates):
             step = state["step"] = torch.as_tensor(step, dtype=dtype, device="cpu")
         return step
 
-    def _turns(self, params: Sequence[Tensor]) -> list[float]:
+    def _step_counts(self, params: Sequence[Tensor]) -> list[float]:
         """Increment and return the step counters; without counters 1, then 2."""
         if not self.counts:
             name = self.names[0]  # None in checkpoints of SGD without momentum
@@ -321,9 +321,9 @@ class FusedStates(CompressedStates):
 
     def _scalars(self, group: dict[str, Any], targets: Sequence[Target]) -> list[Scalars]:
         """Return the scalars of each parameter's step, by the step counters."""
-        turns = self._turns([target.param for target in targets])
-        made = {turn: self.scalars(group, turn) for turn in {*turns}}
-        return [made[turn] for turn in turns]
+        counts = self._step_counts([target.param for target in targets])
+        made = {count: self.scalars(group, count) for count in {*counts}}
+        return [made[count] for count in counts]
 
     def check_saved(self, param: Tensor, values: dict[str, Any], group: dict[str, Any]) -> None:
         """As `CompressedStates.check_saved`."""
@@ -361,5 +361,5 @@ def _increase_versions(params: list[Tensor]) -> None:
 
 def variant(base: type[Fused], name: str, summary: str, **attributes: Any) -> type[Fused]:
     """Return a subclass with another docstring and other class attributes, in the base's module."""
-    own = {"__doc__": summary, "__module__": base.__module__, **attributes}
-    return type(name, (base,), own)  # pyright: ignore[reportReturnType]
+    namespace = {"__doc__": summary, "__module__": base.__module__, **attributes}
+    return type(name, (base,), namespace)  # pyright: ignore[reportReturnType]

@@ -130,7 +130,7 @@ class Lion4bit(FusedStates):
         defaults = {"lr": lr, "betas": betas, "weight_decay": weight_decay, "maximize": maximize}
         super().__init__(params, defaults, first=first, min_elements=min_elements)
 
-    def scalars(self, group: dict[str, Any], turn: float) -> LionScalars:
+    def scalars(self, group: dict[str, Any], count: float) -> LionScalars:
         """As `FusedStates.scalars`."""
         b1, b2 = group["betas"]
         return lion(

@@ -92,11 +92,11 @@ class SGD4bit(FusedStates):
         """Return no buffer without momentum."""
         return cls.names if group["momentum"] else ()
 
-    def scalars(self, group: dict[str, Any], turn: float) -> SGDScalars:
+    def scalars(self, group: dict[str, Any], count: float) -> SGDScalars:
         """As `FusedStates.scalars`."""
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         options = {name: group[name] for name in names}
-        return sgd(lr=float(group["lr"]), first=bool(turn == 1), **options)
+        return sgd(lr=float(group["lr"]), first=bool(count == 1), **options)
 
     def _step_without_states(self, target: Target, scalars: Scalars) -> bool:
         param, grad, guard, master = target

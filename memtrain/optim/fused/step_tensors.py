@@ -23,8 +23,8 @@ def tensors_of(
     of `Inputs` after the scalars. Returns None without a gradient, or if a state is missing.
     """
     found = [
-        _tensors(target, own, states.get(target.param) or {})
-        for (_, targets), own in zip(parts, names, strict=True)
+        _tensors(target, state_names, states.get(target.param) or {})
+        for (_, targets), state_names in zip(parts, names, strict=True)
         for target in targets
     ]
     if not found or None in found:
@@ -35,7 +35,7 @@ def tensors_of(
     return signature, (grads, payloads, seeds, guards if any(g is not None for g in guards) else ())
 
 
-def _tensors(target: Target, names: tuple[str, ...], own: dict[str, Any]) -> Any:
+def _tensors(target: Target, names: tuple[str, ...], state: dict[str, Any]) -> Any:
     """Return one parameter's part of a signature, its gradient, payloads, master and guard.
 
     Plain statements: released gradients ask for each parameter.
@@ -45,7 +45,7 @@ def _tensors(target: Target, names: tuple[str, ...], own: dict[str, Any]) -> Any
         return None
     payloads, tensors = [], []
     for name in names:
-        payload = own.get(name)
+        payload = state.get(name)
         if type(payload) is not dict:
             payload = as_payload(payload)
             if payload is None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from memtrain.environment import is_called_from
 
-OWN = "memtrain"
+KEY = "memtrain"
 """The option of a group, a tuple of names and plain values."""
 CORRECTION = "weight_correction"
 """The state of a split weight."""
@@ -34,20 +34,20 @@ def numbered(
 
 
 def saved(state_dict: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a checkpoint with these names and plain values in the option `OWN` of its groups.
+    """Return a checkpoint with these names and plain values in the option `KEY` of its groups.
 
     Example:
         >>> saved({"param_groups": [{"lr": 0.1}]}, {"weights": {"steps": 3}})["param_groups"]
         [{'lr': 0.1, 'memtrain': (('weights', {'steps': 3}),)}]
     """
     whole = tuple({**found(state_dict), **values}.items())
-    groups = [{**group, OWN: whole} for group in state_dict["param_groups"]]
+    groups = [{**group, KEY: whole} for group in state_dict["param_groups"]]
     return {**state_dict, "param_groups": groups}
 
 
 def found(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     """Return the names and values that `saved` has added to a checkpoint."""
-    options = (group.get(OWN) for group in state_dict["param_groups"])
+    options = (group.get(KEY) for group in state_dict["param_groups"])
     return dict(next(filter(None, options), ()))
 
 
@@ -61,7 +61,7 @@ def without(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if not isinstance(values, Mapping) or set(values) != {CORRECTION}
     }
     groups = [
-        {name: () if name == OWN else value for name, value in group.items()}
+        {name: () if name == KEY else value for name, value in group.items()}
         for group in state_dict["param_groups"]
     ]
     return {**state_dict, "state": states, "param_groups": groups}

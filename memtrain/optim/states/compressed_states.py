@@ -12,7 +12,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from memtrain.compressors import state_parts
 from memtrain.compressors.base import Compressor
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
-from memtrain.optim.states.checkpoint_options import OWN, numbered
+from memtrain.optim.states.checkpoint_options import KEY, numbered
 from memtrain.optim.states.plain_checkpoints import check_options, refuse_subclasses, share_groups
 from memtrain.optim.states.shards import is_sharded, local, placed_as
 from memtrain.optim.states.stalled_weights import StalledWeights
@@ -36,7 +36,7 @@ class CompressedStates(Optimizer):
     of the original keep working.
     """
 
-    own_options: ClassVar[tuple[str, ...]] = ()
+    new_options: ClassVar[tuple[str, ...]] = ()
     """Options of groups that a checkpoint does not change."""
     original: Optimizer | None = None
     # What others had put in place of the original's methods, as a scheduler does.
@@ -99,11 +99,11 @@ class CompressedStates(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
-        own = {"choose": self.choose, "min_elements": self.min_elements, "_stall": self._stall}
+        values = {"choose": self.choose, "min_elements": self.min_elements, "_stall": self._stall}
         for name in ("original", "copied_hooks"):
             if name in vars(self):
-                own[name] = getattr(self, name)
-        return {**state, **own}
+                values[name] = getattr(self, name)
+        return {**state, **values}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -129,8 +129,8 @@ class CompressedStates(Optimizer):
     def _whole_state_dict(self) -> dict[str, Any]:
         saved = super().state_dict()
         saved["state"] = {**saved["state"], **self._states_by_rows(saved)}
-        own = {**saved.get(OWN, {}), "states": FORMAT}
-        return checkpoint_options.marked({**saved, OWN: own})
+        values = {**saved.get(KEY, {}), "states": FORMAT}
+        return checkpoint_options.marked({**saved, KEY: values})
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -142,7 +142,7 @@ class CompressedStates(Optimizer):
         groups, seen = self.param_groups, {}
 
         def remember(_: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            if (number := loaded.get(OWN, {}).get("states", FORMAT)) != FORMAT:
+            if (number := loaded.get(KEY, {}).get("states", FORMAT)) != FORMAT:
                 raise ValueError(f"compressed states of format {number}; allowed: {FORMAT}")
             loaded = checkpoint_options.unmarked(checkpoint_options.without(loaded))
             if len(loaded["param_groups"]) != len(groups):
@@ -258,9 +258,9 @@ class CompressedStates(Optimizer):
                 elif isinstance(value, Tensor) and name != "step" and value.shape == param.shape:
                     self.state[param][name] = self._load_plain(param, name, placed_as(value, param))
                 elif isinstance(value, Tensor):  # a counter: torch would share it with the source
-                    own = self.state[param][name]
-                    dtype = own.dtype if name == "step" else value.dtype  # and cast all others
-                    self.state[param][name] = value.detach().to(own.device, dtype, copy=True)
+                    known = self.state[param][name]
+                    dtype = known.dtype if name == "step" else value.dtype  # and cast all others
+                    self.state[param][name] = value.detach().to(known.device, dtype, copy=True)
 
     def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
         value = value.detach().to(param.device, copy=True)
@@ -288,10 +288,10 @@ def refuse_methods(optimizer: Optimizer, names: Sequence[str]) -> dict[str, Any]
 
 def restore_methods(optimizer: Optimizer, methods: Mapping[str, Any]) -> None:
     """Undo `refuse_methods`."""
-    for name, own in methods.items():
+    for name, method in methods.items():
         vars(optimizer).pop(name, None)
-        if own is not None:
-            setattr(optimizer, name, own)
+        if method is not None:
+            setattr(optimizer, name, method)
 
 
 def is_taken_over(optimizer: Optimizer) -> bool:

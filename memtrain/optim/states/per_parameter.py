@@ -22,7 +22,7 @@ def number_of(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -
 def group_of(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return the group that contains a parameter now."""
     _, _, g, k = _position(optimizer, param, groups)
-    if g < len(groups) and k < len(own := groups[g]["params"]) and own[k] is param:
+    if g < len(groups) and k < len(params := groups[g]["params"]) and params[k] is param:
         return groups[g]
     optimizer._positions.clear()
     return groups[_position(optimizer, param, groups)[2]]

@@ -69,7 +69,7 @@ def share_groups(optimizer: Optimizer, groups: list[dict[str, Any]]) -> None:
 
     LR schedulers reference the dicts. Options that the checkpoint lacks have their defaults.
     """
-    options = getattr(optimizer, "own_options", ())
+    options = getattr(optimizer, "new_options", ())
     for old, new in zip(groups, optimizer.param_groups, strict=True):
         lacking = {
             name: optimizer.defaults[name] for name in old.keys() & optimizer.defaults.keys()

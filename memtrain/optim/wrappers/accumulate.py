@@ -61,7 +61,7 @@ class GradientSums:
 
     def each(self) -> Iterator[Tensor]:
         """Yield every incomplete sum."""
-        return (sharded_like(self._decoded(p, own), p) for p, (own, _) in self._sums.items())
+        return (sharded_like(self._decoded(p, values), p) for p, (values, _) in self._sums.items())
 
     def rest(self) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield and remove every incomplete sum, with its parameter."""

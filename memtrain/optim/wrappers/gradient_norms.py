@@ -23,10 +23,10 @@ def stays_pending(norm: Tensor) -> bool:
 
 def count_of(states: Mapping[Tensor, dict[str, Any]], param: Tensor) -> Tensor | float | None:
     """Return a copy of a parameter's step counter: 0 without a counter, None without states."""
-    own = states.get(param)
-    if not own:
+    state = states.get(param)
+    if not state:
         return None
-    count = own.get("step", 0.0)
+    count = state.get("step", 0.0)
     return count.clone() if isinstance(count, Tensor) else count
 
 

@@ -224,16 +224,16 @@ class ReleaseGradients(OptimizerWrapper):
             super().add_param_group({**param_group, "params": params})
             self._attach()
 
-    def own_state(self) -> dict[str, Any]:
+    def wrapper_state(self) -> dict[str, Any]:
         """Return the last norm, which `previous` clips by, and the count of skipped updates."""
-        own = {"norm": self.norm, "skipped": self.skipped, "steps": self._sums.steps}
-        return {"gradients": own}
+        values = {"norm": self.norm, "skipped": self.skipped, "steps": self._sums.steps}
+        return {"gradients": values}
 
-    def load_own_state(
-        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    def load_wrapper_state(
+        self, values: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Restore the values of `own_state`, or the initial values."""
-        saved = own.get("gradients", {"norm": None, "skipped": 0})
+        """Restore the values of `wrapper_state`, or the initial values."""
+        saved = values.get("gradients", {"norm": None, "skipped": 0})
         self.norm, self.skipped = saved["norm"], int(saved["skipped"])
         self._sums = GradientSums(self.accumulate, self._sums.seed)
         self._sums.steps = int(saved.get("steps", 0))

@@ -139,7 +139,7 @@ class SplitWeights(OptimizerWrapper):
         self.refuse_replaced(self.corrections)
         loss = closure_loss(closure)
         parts = parts_of(self.param_groups)
-        targets = [target for _, own in parts for target in own]
+        targets = [target for _, group_targets in parts for target in group_targets]
         refuse_sparse(targets, type(self).__name__)
         self._refuse_converted(targets)
         if isinstance(self.inner, FusedStates):
@@ -210,22 +210,22 @@ class SplitWeights(OptimizerWrapper):
         self._before.clear()
         return self.release_inner()
 
-    def own_state(self) -> dict[str, Any]:
+    def wrapper_state(self) -> dict[str, Any]:
         """Return the format, and the step counter that feeds stochastic rounding."""
         return {"weights": {"format": self.weights, "steps": self._steps}}
 
-    def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
+    def wrapper_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
         """Return the corrections, sharded as their parameters are."""
         for param in self.corrections:
             self._drop_stale(param)
         kept = ((p, t) for p, t in self.corrections.items() if t is not None)
         return {param: {CORRECTION: sharded_like(t, param)} for param, t in kept}
 
-    def check_own_state(
-        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    def check_wrapper_state(
+        self, values: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Raise ValueError if corrections are of another format or shape, or missing."""
-        saved = own.get("weights")
+        saved = values.get("weights")
         if saved is None:
             return
         if saved["format"] != self.weights:
@@ -242,11 +242,11 @@ class SplitWeights(OptimizerWrapper):
                 f"state {CORRECTION!r}"
             )
 
-    def load_own_state(
-        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    def load_wrapper_state(
+        self, values: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
         """Restore the corrections; without corrections, set them to zero."""
-        self._steps = int(own.get("weights", {"steps": 0})["steps"])
+        self._steps = int(values.get("weights", {"steps": 0})["steps"])
         for param in self.corrections:
             correction = self._follow(param)
             if correction is not None:
@@ -316,8 +316,8 @@ class SplitWeights(OptimizerWrapper):
     def _write(self, param: Tensor, value: Tensor) -> None:
         stochastic = self.format.stochastic
         seed = self._key(param).bits() if stochastic else 0
-        own = local(param.detach())
-        split(local(value), own, self._follow(param), seed=seed, stochastic=stochastic)
+        part = local(param.detach())
+        split(local(value), part, self._follow(param), seed=seed, stochastic=stochastic)
         torch.autograd.graph.increment_version(param)  # kernels write past autograd
         self._versions[param] = param._version
 

@@ -11,7 +11,7 @@ from torch.optim import LBFGS, Optimizer
 
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states import checkpoint_options, optimizer_hooks
-from memtrain.optim.states.checkpoint_options import OWN
+from memtrain.optim.states.checkpoint_options import KEY
 from memtrain.optim.states.compressed import CompressedOptimizer
 from memtrain.optim.states.compressed_states import (
     CompressedStates,
@@ -190,8 +190,8 @@ class OptimizerWrapper(Optimizer):
             self.inner.param_groups = value
 
     def __getstate__(self) -> dict[str, Any]:
-        own = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
-        return {k: v for k, v in own.items() if k not in _RUNTIME}
+        values = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
+        return {k: v for k, v in values.items() if k not in _RUNTIME}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
@@ -231,23 +231,23 @@ class OptimizerWrapper(Optimizer):
         for inner in optimizer_hooks.chain(self.inner):
             inner._opt_called = True
 
-    def own_state(self) -> dict[str, Any]:
+    def wrapper_state(self) -> dict[str, Any]:
         """Return the wrapper's own counters, which a checkpoint has in each parameter group."""
         return {}
 
-    def own_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
+    def wrapper_tensors(self) -> dict[Tensor, dict[str, Tensor]]:
         """Return the wrapper's own tensors per parameter, which a checkpoint has in the states."""
         return {}
 
-    def check_own_state(
-        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    def check_wrapper_state(
+        self, values: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Raise ValueError if `load_own_state` could not load this."""
+        """Raise ValueError if `load_wrapper_state` could not load this."""
 
-    def load_own_state(
-        self, own: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
+    def load_wrapper_state(
+        self, values: Mapping[str, Any], states: Mapping[Tensor, dict[str, Any]]
     ) -> None:
-        """Restore the values of `own_state` and `own_tensors`, which are in `states`."""
+        """Restore the values of `wrapper_state` and `wrapper_tensors`, which are in `states`."""
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:
@@ -258,13 +258,15 @@ class OptimizerWrapper(Optimizer):
         return optimizer_hooks.saved(self, self.inner, self._whole_state_dict)
 
     def _whole_state_dict(self) -> dict[str, Any]:
-        inner, tensors = self.inner.state_dict(), self.own_tensors()
+        inner, tensors = self.inner.state_dict(), self.wrapper_tensors()
         states = dict(inner["state"])
         for index, param in enumerate(self.params()):
             if param in tensors:
                 states[index] = {**states.get(index, {}), **tensors[param]}
-        own = {**inner.get(OWN, {}), "format": FORMAT}
-        return checkpoint_options.saved({**inner, "state": states, OWN: own}, self.own_state())
+        values = {**inner.get(KEY, {}), "format": FORMAT}
+        return checkpoint_options.saved(
+            {**inner, "state": states, KEY: values}, self.wrapper_state()
+        )
 
     @torch._disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -275,12 +277,12 @@ class OptimizerWrapper(Optimizer):
         optimizer_hooks.loaded(self, self.inner, state_dict, self._load)
 
     def _load(self, state_dict: dict[str, Any]) -> None:
-        own = {**state_dict.get(OWN, {}), **checkpoint_options.found(state_dict)}
-        if (number := own.get("format", FORMAT)) != FORMAT:
+        values = {**state_dict.get(KEY, {}), **checkpoint_options.found(state_dict)}
+        if (number := values.get("format", FORMAT)) != FORMAT:
             raise ValueError(f"memtrain's state has format {number}; allowed: {FORMAT}")
         found = checkpoint_options.numbered(self.param_groups, state_dict)
         states = {param: state_dict["state"][number] for number, param, _ in found}
-        self.check_own_state(own, states)
+        self.check_wrapper_state(values, states)
         groups = self.inner.param_groups
         if not isinstance(self.inner, OptimizerWrapper):
             state_dict = checkpoint_options.without(state_dict)
@@ -288,4 +290,4 @@ class OptimizerWrapper(Optimizer):
         if not isinstance(self.inner, OptimizerWrapper | CompressedStates):
             share_groups(self.inner, groups)
             restore_dtypes(self.inner, state_dict)
-        self.load_own_state(own, states)
+        self.load_wrapper_state(values, states)
