@@ -10,6 +10,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read, is_averaged
 from memtrain.activations.saved.known_ops import (
+    CASTS,
     DERIVATIVE,
     ELEMENTWISE_READERS,
     FACTOR_READERS,
@@ -17,6 +18,7 @@ from memtrain.activations.saved.known_ops import (
     MULTIPLIES,
     NORMS,
     PRODUCTS,
+    REPLACED_NODES,
     SAME_VALUES,
     VIEWS,
     KnownOp,
@@ -27,6 +29,7 @@ from memtrain.activations.saved.node_tensors import tensors_of
 from memtrain.activations.saved.origin import is_parameter, storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
+_NONLINEAR = {node for node, row in KNOWN.items() if row.tensors[0].reason == DERIVATIVE}
 _CARRIES_PRODUCTS = (
     SAME_VALUES
     | MULTIPLIES
@@ -48,7 +51,7 @@ _CARRIES = (
         *("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "MaximumBackward0"),
         *("MinBackward0", "MinimumBackward0"),
     )
-    | {node for node, row in KNOWN.items() if row.tensors[0].reason == DERIVATIVE}
+    | _NONLINEAR
 )
 """These, and nodes whose output has functions of the elements, or those that a comparison chose.
 Their gradient may be largest where a product of two tensors is smallest: at the nearest point."""
@@ -258,8 +261,8 @@ def _scales(node: Any) -> bool:
 def may_wait(row: KnownOp, kind: type, tensors: Mapping[str, Tensor], *, derives: bool) -> bool:
     """Return whether factors wait for what reads their product; if not, they are saved at once.
 
-    The factors of a matrix product wait only if both are computed. With `derives`, the output of a
-    product is recomputed from its factors, which then wait only if they are one tensor.
+    The factors of a matrix product wait only if both are computed. With `derives`, the product of
+    a nonlinearity's result is recomputed from its factors, which then do not wait.
     """
     if kind in PRODUCTS:
         for saved in reversed(row.tensors):  # a weight mostly is the second
@@ -268,5 +271,13 @@ def may_wait(row: KnownOp, kind: type, tensors: Mapping[str, Tensor], *, derives
                 return False
         return True
     if derives and kind in MULTIPLIES:
-        return tensors.get("self") is tensors.get("other")
+        return not any(_is_gate(x) for x in tensors.values())
     return True
+
+
+def _is_gate(x: Tensor) -> bool:
+    """Return whether a tensor is the result of a nonlinearity, or a view or a cast of it."""
+    node: Any = x.grad_fn
+    while type(node) in VIEWS or type(node) in CASTS:
+        node = node.next_functions[0][0]
+    return type(node) in REPLACED_NODES or type(node) in _NONLINEAR

@@ -46,12 +46,8 @@ NEAREST = {
     "indices": lambda s: s[torch.arange(64), s.argmin(1)],
     "a condition": lambda s: torch.where(s < 0.1, s, 0.0) @ WEIGHT,
     "a mask": lambda s: (s * (s < 0.1)) @ WEIGHT,
-    "a mask of distances in two dimensions": lambda s: (
-        s.view(64, 32, 2).sum(-1).masked_fill(s[:, ::2] > 0.1, 0.0) @ WEIGHT[::2]
-    ),
     "a pool of the largest": lambda s: F.max_pool1d(-s.unsqueeze(1), 4)[:, 0] @ WEIGHT[:16],
 }
-"""What has the largest gradient where the product is smallest, or chooses the smallest."""
 LARGE = {
     "a pool of sixteen": lambda s: F.avg_pool2d(s.view(1, 64, 8, 8), 4).log(),
     "a convolution with eight": lambda s: F.conv1d(s.view(64, 1, 64), WEIGHT[63].view(8, 1, 8)),
@@ -73,10 +69,12 @@ def test_a_product_that_a_root_or_a_logarithm_reads_keeps_its_factors(product, r
 
 @pytest.mark.parametrize("product", ELEMENTWISE)
 @pytest.mark.parametrize("reader", NEAREST)
-def test_a_product_whose_smallest_elements_count_most_keeps_its_factors(product, reader):
+@pytest.mark.parametrize("rules", ["fewbit3_group4", "lora"])
+def test_a_product_whose_smallest_elements_count_most_keeps_its_factors(product, reader, rules):
     torch.manual_seed(0)
     model = Model(lambda h: NEAREST[reader](ELEMENTWISE[product](h)))
-    exact, mine, _ = with_and_without(model, torch.randn(64, 64))
+    cfg = ["preset=activations_only", f"activations={rules}"]
+    exact, mine, _ = with_and_without(model, torch.randn(64, 64), cfg)
     assert torch.equal(mine, exact)
 
 

@@ -35,10 +35,10 @@ class Model(nn.Module):
         return self.op(self.first(x)) + 0
 
 
-def with_and_without(model, x):
+def with_and_without(model, x, cfg="activations_only"):
     """The gradient of the first weight without memtrain and with it, and the plan's entries."""
     (exact,) = torch.autograd.grad(model(x).sum(), model.first.weight)
-    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
     (mine,) = torch.autograd.grad(model(x).sum(), model.first.weight)
     return exact.flatten(), mine.flatten(), memtrain.plan_of(model).entries("activation")
 
