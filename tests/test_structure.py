@@ -28,8 +28,7 @@ def test_private_words_are_found_in_prose_and_in_names(tmp_path, monkeypatch):
     assert structure.private_words(path) == [(1, "kink"), (3, "told"), (4, "alike")]
     names = [name for _, name in structure.private_names(path)]
     assert sorted(names) == ["leavingPort", "mend", "mended_tables", "told_of"]
-    package = tmp_path / "memtrain/module.py"
-    package.parent.mkdir()
+    (package := tmp_path / "memtrain/module.py").parent.mkdir()
     package.write_text("is_given = holds_mine = unforeign = outside\n")
     monkeypatch.setattr(structure, "ROOT", tmp_path)
     assert [name for _, name in structure.private_names(package)] == ["is_given", "holds_mine"]
