@@ -10,6 +10,7 @@ from memtrain.activations.saved.known_ops import (
     POOLS,
     PRODUCTS,
     SUMS,
+    class_of,
 )
 
 FEW = 8
@@ -22,7 +23,7 @@ AVERAGES = SUMS | PRODUCTS | CONVOLUTIONS | POOLS | ADAPTIVE_POOLS | NORMS
 
 def elements_read(node: Any, position: int) -> int:
     """Return the elements of input `position` that an element of an average's output is made of."""
-    kind, (source, index) = type(node), node.next_functions[position]
+    kind, (source, index) = class_of(node), node.next_functions[position]
     shape = source._input_metadata[index].shape
     if kind in PRODUCTS:
         factor = position - hasattr(node, "_saved_alpha")  # where there is one, a sum comes first

@@ -6,6 +6,7 @@ node holds its saved tensors. torch's `tools/autograd/derivatives.yaml` says wha
 computes from them. A saved tensor that has no row is kept exactly.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -368,6 +369,16 @@ KNOWN: dict[type, KnownOp] = {
     ),
 }
 """Class of a node -> the row of its op."""
+
+
+def class_of(node: Any) -> type:
+    """Return the class of a node; bitsandbytes' products with frozen weights count as torch's."""
+    module: Any = sys.modules.get("bitsandbytes.autograd._functions")
+    if module is None or not hasattr(node, "_forward_cls"):
+        return type(node)
+    is_product = node._forward_cls in (module.MatMul4Bit, module.MatMul8bitLt)
+    return _F.MmBackward0 if is_product else type(node)
+
 
 MASKS = ("attn_mask", "attn_bias", "5")
 """Attributes under which attention, and `stand_in`, hold the bias that is made of a mask."""

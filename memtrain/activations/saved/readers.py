@@ -23,6 +23,7 @@ from memtrain.activations.saved.known_ops import (
     VIEWS,
     KnownOp,
     SavedBy,
+    class_of,
     node_classes,
 )
 from memtrain.activations.saved.node_tensors import tensors_of
@@ -178,7 +179,7 @@ class Readers:
         For memtrain's form of an op, `kind` is the node of torch's form, and `elements` replaces
         `elements_read`.
         """
-        kind = kind or type(node)
+        kind = kind or class_of(node)
         squares = kind in _POWERS and node._saved_exponent == 2
         for position, (above, _) in enumerate(node.next_functions):
             waiting = () if above is None else self.results.get(above._sequence_nr(), ())
