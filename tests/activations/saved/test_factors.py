@@ -57,6 +57,7 @@ LARGE = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("product", [*ELEMENTWISE, *MATRIX])
 @pytest.mark.parametrize("reader", [*SMALL, *LARGE])
 def test_a_product_that_a_root_or_a_logarithm_reads_keeps_its_factors(product, reader):
@@ -67,6 +68,7 @@ def test_a_product_that_a_root_or_a_logarithm_reads_keeps_its_factors(product, r
     assert torch.cosine_similarity(mine, exact, 0) > 0.98
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("product", ELEMENTWISE)
 @pytest.mark.parametrize("reader", NEAREST)
 @pytest.mark.parametrize("rules", ["fewbit3_group4", "lora"])
