@@ -138,8 +138,9 @@ def _averages(user: Node, node: Node, name: str) -> int:
     if name in _SUMS and is_tensor(user):
         return example(node).numel() // max(1, example(user).numel())
     if name in CONVOLUTIONS:
-        weight: Any = user.args[1]
-        return example(weight).shape[1:].numel()
+        weight: Any = user.args[1]  # with a stride, a transposed one may add up fewer
+        is_transposed = user.target is not aten.convolution.default or user.args[6]
+        return 0 if is_transposed else example(weight).shape[1:].numel()
     return example(node).shape[-1] if name in NORMS else 0
 
 
