@@ -7,7 +7,7 @@ from memtrain.kernels.dispatch import backend
 from memtrain.kernels.floats import rounding
 from memtrain.precision import BF16, E4M3FN, E5M2, FP8_BACKWARD, FP8_FORWARD, FP16, FloatFormat
 
-BACKENDS = ["reference", "cpu", "triton"]
+BACKENDS = ["reference", "triton"]
 FORMATS = {
     "forward": FP8_FORWARD,
     "backward": FP8_BACKWARD,
@@ -59,14 +59,13 @@ def all_three(x, form, seed=5):
     return *form.round_count(x, seed=seed), form.encode(x, seed=seed)
 
 
-@pytest.mark.parametrize("name", ["cpu", "triton"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("form", FORMATS.values(), ids=FORMATS)
-def test_backends_equal_the_reference(name, dtype, form):
+def test_triton_equals_the_reference(dtype, form):
     x = numbers(700, form, dtype)
     with backend("reference"):
         expected = all_three(x, form)
-    with backend(name):
+    with backend("triton"):
         got = all_three(x, form)
     assert same(got[0], expected[0])
     assert torch.equal(got[2], expected[2])
@@ -143,10 +142,11 @@ def test_stochastic_rounding_is_unbiased_and_repeats(name):
 
 
 def test_stochastic_rounding_keeps_the_mean_below_the_least_number():
-    form, n = FloatFormat(4, 3, 4, rounding="stochastic"), 2**20
-    least = form.min_subnormal
+    form, n, least = FORMATS["stochastic"], 2**20, FORMATS["stochastic"].min_subnormal
     for share in (2.0**-3, 2.0**-9, 2.0**-13):  # rounded to nearest, all would be lost
-        y = form.round(torch.full((n,), -share * least), seed=11)
+        x = torch.full((n,), -share * least)  # of several pieces
+        y = rounding.round_reference(x, form.layout, 11)[0]
+        assert torch.equal(form.round(x, seed=11), y)
         assert set(y.tolist()) == {0.0, -least}
         mean = (y.double() / -least).mean().item()
         assert abs(mean - share) < 5 * (share / n) ** 0.5

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
 
-from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import choose, is_plain, register
 from memtrain.kernels.random import philox
 from memtrain.kernels.strides import is_dense, memory_order
 
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # their indices are known in C++
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 BLOCK = 1024  # elements that share their Philox counters
+PIECE = 64 * BLOCK
+"""Elements that the reference rounds at once: its temporaries stay in the cache."""
 AWAY, EVEN, STOCHASTIC = range(3)
 
 _INF, _NAN = 0x7F800000, 0x7FC00000
@@ -148,7 +149,7 @@ def _check(x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
 
 
 def _round_inplace(x: Tensor, layout: Sequence[int], seed: int) -> Tensor:
-    if is_dense(x) and choose(x) != "reference":
+    if is_dense(x):
         increment_version(x)  # autograd does not see the kernel's writes
         return _round(x, layout, seed, out=x)[1]
     y, count = _round(x, layout, seed)
@@ -160,21 +161,19 @@ def _round(
     x: Tensor, layout: Sequence[int], seed: int, out: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     layout, x = FormatFields(*layout), x if is_dense(x) else x.clone()
-    choice = choose(x)
-    if choice == "reference":
-        return round_reference(x, layout, seed)
     out = torch.empty_like(x) if out is None else out
-    is_cpu = choice == "cpu" and x.numel() > 0
-    count = x.new_empty((), dtype=torch.int64) if is_cpu else x.new_zeros((), dtype=torch.int64)
-    if not x.numel():
-        return out, count
-    if choice == "triton":
-        from memtrain.kernels.floats import rounding_triton
+    count = x.new_zeros((), dtype=torch.int64)
+    if choose(x) == "triton":
+        if x.numel():
+            from memtrain.kernels.floats import rounding_triton
 
-        rounding_triton.run(x, out, count, _numbers(layout, x.dtype), seed)
-    else:
-        sizes = (x.numel(), DTYPES.index(x.dtype), seed)
-        cpu.call("mt_floats_round", x, out, count, *_numbers(layout, x.dtype), *sizes)
+            rounding_triton.run(x, out, count, _numbers(layout, x.dtype), seed)
+        return out, count
+    source, target = memory_order(x), memory_order(out)
+    for first in range(0, x.numel(), PIECE):
+        at = slice(first, first + PIECE)
+        target[at], overflows = round_reference(source[at], layout, seed, first // BLOCK)
+        count += overflows
     return out, count
 
 
@@ -191,9 +190,14 @@ def _decode(codes: Tensor, layout: Sequence[int], dtype: torch.dtype) -> Tensor:
     return _values(fields, dtype, codes.device).index_select(0, index).view(codes.shape)
 
 
-def round_reference(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
-    """Compute `round_count` for a dense tensor in plain torch: the definition."""
-    bits, code = _magnitude_codes(x, layout, seed)
+def round_reference(
+    x: Tensor, layout: FormatFields, seed: int, first: int = 0
+) -> tuple[Tensor, Tensor]:
+    """Compute `round_count` for a dense tensor in plain torch: the definition.
+
+    `first` is the number of preceding blocks, as in `draws`.
+    """
+    bits, code = _magnitude_codes(x, layout, seed, first)
     limit, over = limits(layout, x.dtype)
     past, nan = code > limit, bits & 0x7FFFFFFF > _INF
     value = torch.where(past, over, _value_bits(code.clamp(max=limit), layout))
@@ -213,7 +217,9 @@ def decode_reference(codes: Tensor, layout: FormatFields, dtype: torch.dtype) ->
     return _signed(bits, -(code & mark)).to(dtype)
 
 
-def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor, Tensor]:
+def _magnitude_codes(
+    x: Tensor, layout: FormatFields, seed: int, first: int = 0
+) -> tuple[Tensor, Tensor]:
     """Return the float32 bits of `x`, negative below zero, and the codes, without a limit."""
     bits = x.float().view(torch.int32)
     magnitude = bits & 0x7FFFFFFF
@@ -224,7 +230,7 @@ def _magnitude_codes(x: Tensor, layout: FormatFields, seed: int) -> tuple[Tensor
     if layout.rounding == STOCHASTIC:
         significand >>= (shift - 30).clamp(0, 24)
         shift.clamp_(max=30)
-        draw = 2 * draws(x, seed).int() + 1
+        draw = 2 * draws(x, seed, first).int() + 1
         part = (draw << (shift - 17).clamp(min=0)) >> (17 - shift).clamp(min=0)
     else:
         shift.clamp_(max=25)
@@ -272,18 +278,24 @@ def _cloned(x: Tensor, *options: object) -> int:
     return 0 if is_dense(x) else x.nbytes
 
 
+def _in_torch(x: Tensor, layout: Sequence[int], seed: int) -> int:
+    """Return the largest bytes of the reference's temporaries and of a dense copy."""
+    each = 32 + (4 if x.itemsize < 4 else 0) + (9 if layout[-1] == STOCHASTIC else 0)
+    return _cloned(x) + each * min(x.numel(), PIECE)
+
+
 _round_op = register(
     "floats_round(Tensor x, int[] layout, int seed) -> (Tensor, Tensor)",
     _round,
     lambda x, layout, seed: (torch.empty_like(x), x.new_empty((), dtype=torch.int64)),
-    inside=_cloned,
+    inside=_in_torch,
     inside_cuda=_cloned,
 )
 _round_inplace_op = register(
     "floats_round_inplace(Tensor(a!) x, int[] layout, int seed) -> Tensor",
     _round_inplace,
     lambda x, layout, seed: x.new_empty((), dtype=torch.int64),
-    inside=lambda x, *options: 2 * _cloned(x),  # the result is a clone, too
+    inside=lambda x, *options: _cloned(x) + _in_torch(x, *options),  # the result is a clone, too
     inside_cuda=lambda x, *options: 2 * _cloned(x),
 )
 _decode_op = register(

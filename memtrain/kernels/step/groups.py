@@ -21,7 +21,6 @@ from memtrain.kernels.step.step import (
     SHAPE_FIELD,
     Entry,
     Sums,
-    check_library,
     table,
 )
 from memtrain.kernels.step.update_rules import COUNT, Scalars, stacked_rows
@@ -105,7 +104,6 @@ class CpuEntryGroup:
     reads_states = False
 
     def __init__(self, entries: Sequence[Entry]) -> None:
-        check_library()
         count = len(entries)
         self._table, self._scalars = table(entries), np.empty((count, COUNT), np.float32)
         at = self._scalars.ctypes.data + SCALARS * np.arange(count)

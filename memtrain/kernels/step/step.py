@@ -247,17 +247,6 @@ def _store_over_factors(
     return h.update_with_residual(p, m, stored, root)
 
 
-def check_library() -> None:
-    """Raise if the C++ was built from other sources: it ignores rules that it lacks."""
-    count = getattr(cpu.library(), "mt_step_rules", None)
-    built = 0 if count is None else count()
-    if built != len(RULES):
-        raise RuntimeError(
-            f"the C++ library was built with {built} rules of the fused step, but RULES has "
-            f"{len(RULES)}: {', '.join(RULES)}; rebuild it with `make kernels`"
-        )
-
-
 def table(entries: Sequence[Entry]) -> np.ndarray:
     """Return the kernels' table of contiguous entries, without scalars: int64, [entries, FIELDS].
 

@@ -13,9 +13,6 @@ void update_blocks(const StepTask& t, int64_t begin, int64_t end) {
 
 }  // namespace memtrain
 
-// How many rules this library was built with: Python compares it with its own.
-MT_EXPORT int mt_step_rules() { return memtrain::portable::count_rules(); }
-
 #else
 
 #include "step/rules.h"
@@ -269,12 +266,6 @@ inline void update_rule(const StepTask& t, int64_t begin, int64_t end) {
 #define MT_RUN(number, Rule) if (t.rule == number) update_bits<Rule>(t, begin, end);
   MT_EACH_RULE(MT_RUN)
 #undef MT_RUN
-}
-
-inline int count_rules() {
-#define MT_ONE(number, Rule) +1
-  return 0 MT_EACH_RULE(MT_ONE);
-#undef MT_ONE
 }
 
 #endif
