@@ -1,14 +1,12 @@
 """The best piecewise-constant approximation of an activation's derivative: few-bit tables.
 
-Prefix integrals on a grid, an exact dynamic program over the grid, and Newton steps off the grid.
+Prefix integrals on a grid, an exact dynamic program over the grid, and one around its result.
 """
 
 from functools import lru_cache
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from memtrain.compressors.fewbit.functions import (
     FAMILIES,
@@ -24,6 +22,7 @@ from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approxima
 # Gauss-Legendre on a grid cell (10 / 1000 wide): exact to rounding for these functions.
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(8)
 _ROWS = 128  # end points per iteration: the search stores _ROWS x n costs
+_REACH = 8  # candidates on each side of a boundary
 
 
 class Problem(NamedTuple):
@@ -48,10 +47,6 @@ class Problem(NamedTuple):
         cell = np.clip(np.searchsorted(self.grid, s) - 1, 0, len(self.grid) - 2)
         mass, moment, _ = _integrate(self.curve, self.weight, self.grid[cell], s)
         return self.mass[cell] + mass, self.moment[cell] + moment
-
-    def density(self, s: Array) -> Array:
-        """Return the weight at `s`."""
-        return np.ones_like(s) if self.weight is None else self.weight(s)
 
 
 def _integrate(
@@ -132,94 +127,47 @@ def _gain(mass: Array, moment: Array) -> Array:
     return np.divide(moment**2, mass, out=np.zeros_like(mass), where=mass > 0)
 
 
-def fit(problem: Problem, boundaries: Array) -> tuple[Array, Array]:
-    """Return the best levels [..., K] and the error [...] for boundaries [..., K - 1]."""
-    edge = problem.grid[[0, -1]]
-    shape = (*boundaries.shape[:-1], 1)
-    edges = np.concatenate(
-        [np.broadcast_to(edge[0], shape), boundaries, np.broadcast_to(edge[1], shape)], -1
-    )
-    mass, moment = (np.diff(p, axis=-1) for p in problem.prefix(edges))
+def fit(problem: Problem, boundaries: Array) -> tuple[Array, float]:
+    """Return the best levels [K] and the error for boundaries [K - 1]."""
+    edges = np.concatenate([problem.grid[:1], boundaries, problem.grid[-1:]])
+    mass, moment = (np.diff(prefix) for prefix in problem.prefix(edges))
     levels = np.divide(moment, mass, out=np.zeros_like(mass), where=mass > 0)
-    return levels, problem.energy - _gain(mass, moment).sum(-1)
-
-
-def gradient(problem: Problem, boundaries: Array) -> Array:
-    """Return the error's derivative with respect to the boundaries, equation 5 of the paper."""
-    levels, _ = fit(problem, boundaries)
-    left, right = levels[..., :-1], levels[..., 1:]
-    slope = problem.curve.slope(boundaries)
-    return (2 * slope - left - right) * (right - left) * problem.density(boundaries)
+    return levels, problem.energy - float(_gain(mass, moment).sum())
 
 
 def refine(problem: Problem, boundaries: Array) -> Array:
-    """Refine boundaries by damped Newton descent; steps that increase the error are rejected.
+    """Move boundaries off the grid, all together, as long as the error decreases.
 
-    A boundary on a break point is fixed if the error increases on both sides.
+    Each boundary has `2 * _REACH + 1` candidates around itself, and a dynamic program finds the
+    best of each. The candidates' distance, a cell of the grid, shrinks when no boundary moves.
     """
-    noise = problem.noise
+    if fit(problem, boundaries)[1] <= problem.noise:
+        return boundaries
     low, high = problem.grid[[0, -1]]
-    free = ~fixed_at_breaks(problem, boundaries)
-    slant, error = gradient(problem, boundaries) * free, fit(problem, boundaries)[1]
-    damping = 1e-6
-    for _ in range(100):
-        if damping > 1e9 or error <= noise or not slant.any():
-            break
-        curvature = np.where(np.outer(free, free), hessian(problem, boundaries), np.diag(~free))
-        # The absolute curvature as scale prevents huge steps on flat stretches (relu).
-        scale = np.diag(np.abs(np.diag(curvature)) + 1e-3)
-        trial = boundaries - np.linalg.solve(curvature + damping * scale, slant)
-        inside = all(a < b for a, b in pairwise([low, *trial, high]))
-        if inside:
-            new_slant, new_error = gradient(problem, trial) * free, fit(problem, trial)[1]
-            smaller = np.abs(new_slant).max() < np.abs(slant).max()
-            if new_error < error - noise or (new_error < error + noise and smaller):
-                boundaries, slant, error = trial, new_slant, new_error
-                damping = max(damping / 10, 1e-12)
-                continue
-        damping *= 10
+    offsets = np.arange(-_REACH, _REACH + 1)
+    stay = 2 * np.finfo(np.float64).eps * problem.energy * (offsets == 0)  # more than rounding
+    step = (high - low) / (len(problem.grid) - 1)
+    for _ in range(200):
+        points = np.clip(boundaries[:, None] + step * offsets, low, high)
+        mass, moment = problem.prefix(np.concatenate([[low], points.ravel(), [high]]))
+        masses, moments = (x[1:-1].reshape(points.shape) for x in (mass, moment))
+        best = _gain(masses[0] - mass[0], moments[0] - moment[0]) + stay
+        starts = []
+        for k in range(1, len(points)):
+            width = masses[k] - masses[k - 1][:, None]
+            total = best[:, None] + _gain(width, moments[k] - moments[k - 1][:, None])
+            total[width < 0] = -np.inf
+            starts.append(total.argmax(0))
+            best = total.max(0) + stay
+        at = [int((best + _gain(mass[-1] - masses[-1], moment[-1] - moments[-1])).argmax())]
+        for start in reversed(starts):
+            at.append(int(start[at[-1]]))
+        before, boundaries = boundaries, points[np.arange(len(points)), at[::-1]]
+        if np.array_equal(before, boundaries):
+            step /= _REACH
+            if step < 1e-9 * (high - low):
+                break
     return boundaries
-
-
-def fixed_at_breaks(problem: Problem, boundaries: Array) -> NDArray[np.bool_]:
-    """Return a mask [K - 1] of the boundaries on break points at a local minimum of the error."""
-    levels, _ = fit(problem, boundaries)
-    left, right = levels[:-1], levels[1:]
-    step = 1e-9 * (problem.grid[-1] - problem.grid[0])
-    behind, ahead = (
-        (2 * problem.curve.slope(boundaries + offset) - left - right) * (right - left)
-        for offset in (-step, step)
-    )
-    return np.isin(boundaries, problem.curve.breaks) & (behind <= 0) & (ahead >= 0)
-
-
-def hessian(problem: Problem, boundaries: Array) -> Array:
-    """Return the error's tridiagonal second derivatives, [K - 1, K - 1].
-
-    f'' and w' are central differences.
-    """
-    step = 1e-6
-    levels, _ = fit(problem, boundaries)
-    edges = np.concatenate([problem.grid[:1], boundaries, problem.grid[-1:]])
-    mass = np.maximum(np.diff(problem.prefix(edges)[0]), np.finfo(np.float64).tiny)
-    slope, weight = problem.curve.slope(boundaries), problem.density(boundaries)
-    ahead, behind = boundaries + step, boundaries - step
-    bend = (problem.curve.slope(ahead) - problem.curve.slope(behind)) / (2 * step)
-    tilt = (problem.density(ahead) - problem.density(behind)) / (2 * step)
-    left, right = levels[:-1], levels[1:]
-    off, jump = 2 * slope - left - right, right - left
-    # The derivatives of the levels on a boundary's left and right.
-    d_left = weight * (slope - left) / mass[:-1]
-    d_right = -weight * (slope - right) / mass[1:]
-    diagonal = (
-        (2 * bend - d_left - d_right) * jump * weight
-        + off * (d_right - d_left) * weight
-        + off * jump * tilt
-    )
-    shared = levels[1:-1]  # the level between a boundary and the next
-    coupling = 2 * weight[:-1] * weight[1:] * (slope[:-1] - shared) * (slope[1:] - shared)
-    coupling = coupling / mass[1:-1]
-    return np.diag(diagonal) + np.diag(coupling, 1) + np.diag(coupling, -1)
 
 
 def solve(
@@ -234,7 +182,7 @@ def solve(
     """Find the step function with 2**bits levels nearest to f' in the weighted L2 norm.
 
     An exact dynamic program finds the best boundaries on a grid of `n` cells over the interval;
-    damped Newton steps on the analytic gradient then move them off the grid (`refine`). The weight
+    a search around them then moves them off the grid (`refine`). The weight
     is a positive function of float64 arrays, or None for 1: then every level is exactly (f(b) -
     f(a)) / (b - a). If f', the weight and the interval are even, the approximation is in |x|, so
     that all levels serve both halves; `error` is that of the whole interval. A name stands for the
@@ -264,7 +212,7 @@ def solve(
     return Approximation(
         boundaries=tuple(boundaries.tolist()),
         levels=tuple(levels.tolist()),
-        error=0.0 if error <= problem.noise else float(error) * (2 if even else 1),
+        error=0.0 if error <= problem.noise else error * (2 if even else 1),
         parity="even" if even else "plain",
     )
 
