@@ -43,14 +43,14 @@ def restore_outputs(dtype: torch.dtype, module: nn.Module, args: Any, output: An
     if any(torch.is_autocast_enabled(x.device.type) for x in found[:1]):
         return output
     has_loss = any(x.is_floating_point() and not x.dim() for x in found)
-    known: dict[int, Tensor] = {}
+    known: dict[Tensor, Tensor] = {}  # by identity
 
     def restored(x: Tensor) -> Tensor:
         if x.dtype != dtype or (has_loss and x.dim()):
             return x
-        if id(x) not in known:
-            known[id(x)] = x.float()
-        return known[id(x)]
+        if x not in known:
+            known[x] = x.float()
+        return known[x]
 
     return map_tensors(restored, output)
 
