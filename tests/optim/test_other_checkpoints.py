@@ -57,6 +57,8 @@ def test_a_checkpoint_of_another_optimizer_gives_torchs_step_or_is_refused(name,
             assert equal(optimizer.state_dict(), before)
             continue
         taken.add(kind(other))
+        if torchs.state and not saved["state"]:
+            continue  # torch 2.11's Adagrad creates its states in __init__ and requires them
         # A checkpoint lacks the options that only the other optimizer has.
         portable["param_groups"] = [torchs.defaults | one for one in portable["param_groups"]]
         torchs.load_state_dict(portable)
@@ -67,7 +69,6 @@ def test_a_checkpoint_of_another_optimizer_gives_torchs_step_or_is_refused(name,
     assert all("allowed: " in why or "portable_state_dict" in why for why in refused)
     assert kind(name) in taken
     if steps:
-        same = ADAMS if kind(name) in ADAMS else (kind(name), "SGD", "Muon")
-        assert taken <= {*same}
+        assert taken <= {*(ADAMS if kind(name) in ADAMS else (kind(name), "SGD", "Muon"))}
     else:
         assert ("Adafactor" in taken) == ("eps" not in torchs.defaults or kind(name) == "Adafactor")

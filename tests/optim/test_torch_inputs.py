@@ -57,9 +57,8 @@ REFUSALS = [
     Refusal("*(SGD)", HALVES, *FUSED_SGD),
     Refusal("*", "*", {"differentiable": True}, ValueError, "compressed states have no gradient"),
 ]
-"""Every case in which memtrain's optimizers do not do what torch's do, but for an `eps` that is 0
-in float16 (test_half_precision.py): docs/guides/optimizers.md lists the main
-ones. A case that is listed and works after all fails the suite."""
+"""Every difference from torch's optimizers but an `eps` of 0 in float16 (test_half_precision.py);
+docs/guides/optimizers.md lists the main ones. A listed case that works fails the suite."""
 
 
 def each(behaviour, name, body, *flags):
@@ -190,7 +189,7 @@ def test_older_state_dicts_lack_options_and_have_numbers_for_steps(name):
         own = parameters(name)
         optimizer = make(name, own, **options)
         steps(optimizer, name, own)
-        saved = copy.deepcopy(optimizer.state_dict())
+        saved = copy.deepcopy(optim.portable_state_dict(optimizer))
         for group in saved["param_groups"]:
             for flag in infos()[kind(name)].not_og_supported_flags:
                 group.pop(flag, None)
