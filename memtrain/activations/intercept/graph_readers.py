@@ -1,5 +1,6 @@
 """Which ops of a compiled graph read a result, or a product whose factor may be compressed."""
 
+import sys
 from collections.abc import Callable, Collection
 from operator import getitem
 from typing import Any
@@ -55,19 +56,30 @@ _FUNCTIONS |= {aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.de
 _MULTIPLIES = (aten.mul.Tensor, aten.pow.Tensor_Scalar)
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.addmm.default}
 _MATRIX_PRODUCTS |= {aten.baddbmm.default, aten.addmv.default}
+# Nodes that write constants, and whose output may hold numbers that stand for minus infinity.
+_SENTINELS = {*_MASKS, aten.masked_fill.Tensor, aten._log_softmax.default}
+_WRITES = {aten.index_put.default, aten.scatter.src, aten.scatter.value, aten.maximum.default}
+_WRITES |= {aten.select_scatter.default, aten.slice_scatter.default, aten.copy.default}
+_WRITES |= {aten.constant_pad_nd.default}
+_BOUNDS = (*NORMS, *CONVOLUTIONS, *SATURATING, "exp", "sigmoid", "tanh")
 
 
 class GraphReaders:
     """The ops of one forward graph that read its results and products.
 
-    `fixed` are the graph's parameters and buffers; gradients reach the `trained` nodes; `returned`
-    are the nodes that the graph returns, and which other code may read.
+    `fixed` are the graph's parameters and buffers, `weights` its parameters; no gradients reach the
+    `constants`; `returned` are the nodes that the graph returns, and other code may read.
     """
 
     def __init__(
-        self, fixed: Collection[Node], trained: Collection[Node], returned: Collection[Node]
+        self,
+        fixed: Collection[Node],
+        weights: Collection[Node],
+        constants: Collection[Node],
+        returned: Collection[Node],
     ) -> None:
-        self.fixed, self.trained, self.returned = fixed, trained, returned
+        self.fixed, self.weights = fixed, weights
+        self.constants, self.returned = constants, returned
 
     def misread_result(self, start: Node, op: str) -> bool:
         """Return whether an op that may not reads the result of an op of `RESULTS`."""
@@ -86,9 +98,13 @@ class GraphReaders:
         for product in ops:
             factors = [arg for arg in product.args if isinstance(arg, Node)]
             if product.target in _MATRIX_PRODUCTS:
+                if self._may_be_masked(saved, joins=False):
+                    return True
                 computed = all(_base(factor) not in self.fixed for factor in factors[-2:])
                 return computed and self._misread(product, False, self.returned)
             if product.target in _MULTIPLIES:
+                if self._may_be_masked(saved, joins=True):
+                    return True
                 out = example(product).numel()
                 smallest = min(example(factor).numel() for factor in factors)
                 if len(factors) == 2 and FEW * smallest <= out == example(saved).numel():
@@ -100,6 +116,8 @@ class GraphReaders:
         def may_read(user: Node, node: Node, name: str) -> bool:
             if name in _PRODUCTS:
                 return self._contracts(user, node)
+            if name in CONVOLUTIONS and not self._is_weight(user.args[1]):
+                return False
             return (not elementwise and name in SATURATING) or _averages(user, node, name) >= FEW
 
         def carries(user: Node, node: Node, name: str) -> bool:
@@ -110,10 +128,43 @@ class GraphReaders:
             if not elementwise and (user.target in _FUNCTIONS or name in NONLINEAR):
                 return True
             chooses = elementwise and user.target in _CHOOSES and name != "dropout"
+            if user.target is aten._fused_rms_norm.default:
+                return _averages(user, node, name) >= FEW
             few = name not in NORMS and 0 < _averages(user, node, name) < FEW
             return few or (user.target in _CARRIES and not (chooses and self._chooses(user)))
 
         return _is_misread(product, may_read, carries, returned)
+
+    def _may_be_masked(self, start: Node, *, joins: bool) -> bool:
+        """As `masked.may_be_masked`, with `joins` by any op that writes constants."""
+        waiting, seen = [start], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            is_index = is_tensor(node) and not example(node).is_floating_point()
+            if node in seen or node in self.constants or is_index:
+                continue
+            seen.add(node)
+            name, above = _name(node), node.all_input_nodes
+            if node.target in _SENTINELS and name not in NONLINEAR:  # as softplus is written out
+                return True
+            if node.target in _MATRIX_PRODUCTS:
+                above = [arg for arg in node.args[:-2] if isinstance(arg, Node)]
+            elif name in _BOUNDS:
+                continue
+            if joins and (node.target in _WRITES or self._joins(node, above)):
+                return True
+            waiting += above
+        return False
+
+    def _joins(self, node: Node, above: Collection[Node]) -> bool:
+        """Whether a node that does not multiply is made of a constant, other than a weight."""
+        if node.target in (*_MULTIPLIES, aten.div.Tensor):
+            return False
+        return any(
+            is_tensor(x) and example(x).dim() > 0 and example(x).is_floating_point()
+            for x in above
+            if x in self.constants and _base(x) not in self.weights
+        )
 
     def _contracts(self, user: Node, node: Node) -> bool:
         """Whether a matrix product sums `FEW` elements or more, not those that one-hots select."""
@@ -121,27 +172,33 @@ class GraphReaders:
             return False
         factors = [arg for arg in user.args if isinstance(arg, Node)][-2:]
         other = factors[factors[0] is node]
-        if node not in factors or (other not in self.trained and _base(other) not in self.fixed):
+        if node not in factors or not self._is_weight(other):
             return False
         shape = example(node).shape
         return shape[-1 if factors[0] is node or len(shape) == 1 else -2] >= FEW
 
+    def _is_weight(self, factor: Any) -> bool:
+        """Whether it is computed or a parameter, not a constant, which may select elements."""
+        return factor not in self.constants or _base(factor) in self.weights
+
     def _chooses(self, user: Node) -> bool:
         """Whether a node chooses elements one by one, as a mask of their shape does."""
-        choices = [arg for arg in user.all_input_nodes if arg not in self.trained]
+        choices = [arg for arg in user.all_input_nodes if arg in self.constants]
         entries = max((example(arg).numel() for arg in choices), default=0)
         return FEW * entries > example(user).numel()
 
 
 def _averages(user: Node, node: Node, name: str) -> int:
     """Return how many elements of a node an average adds up; 0 for other ops."""
-    if name in _SUMS and is_tensor(user):
-        return example(node).numel() // max(1, example(user).numel())
+    if name in _SUMS or name in NORMS:
+        values = user.meta["val"]  # the second of a norm, or of var_mean, is a statistic
+        out = values[1] if isinstance(values, tuple) else values
+        return example(node).numel() // (int(out.numel()) or sys.maxsize)
     if name in CONVOLUTIONS:
         weight: Any = user.args[1]  # with a stride, a transposed one may add up fewer
         is_transposed = user.target is not aten.convolution.default or user.args[6]
         return 0 if is_transposed else example(weight).shape[1:].numel()
-    return example(node).shape[-1] if name in NORMS else 0
+    return 0
 
 
 def _is_misread(
@@ -160,15 +217,20 @@ def _is_misread(
                 continue
             if "fwd_source_fn_stack" in user.meta:  # part of the backward
                 continue
-            stack = user.meta.get("source_fn_stack")
-            name = source_name(stack)
-            name = name if stack and is_known(stack[-1][1], name) else ""
+            name = _name(user)
             if carries(user, node, name):
                 seen.add(user)
                 waiting.append(user)
             elif not may_read(user, node, name):
                 return True
     return False
+
+
+def _name(node: Node) -> str:
+    """Return the name of the known function of torch that a node is part of, or an empty string."""
+    stack = node.meta.get("source_fn_stack")
+    name = source_name(stack)
+    return name if stack and is_known(stack[-1][1], name) else ""
 
 
 def _base(node: Node) -> Node:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.fx import Graph, Node
 
+from memtrain.activations.intercept import compiler_internals as internals
 from memtrain.activations.intercept.graph_nodes import (
     example,
     is_known,
@@ -53,8 +54,9 @@ LOGSUMEXP = "a statistic: attention's log-sum-exp"
 class GraphSites:
     """Reads the saved tensors of one graph.
 
-    `static` are the numbers of the forward's inputs that are parameters or buffers. If `sharded`,
-    others may be parameters too, as FSDP2 gathers them for a forward.
+    `static` are the numbers of the forward's inputs that are parameters or buffers, and
+    `parameters` the model's. If `sharded`, others may be parameters too, as FSDP2 gathers them for
+    a forward.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class GraphSites:
         modules: Collection[str],
         root: str,
         static: Iterable[int],
+        parameters: list[Tensor | None],
         *,
         sharded: bool = False,
     ) -> None:
@@ -89,7 +92,10 @@ class GraphSites:
         left = Counter(node for node in outputs if isinstance(node, Node))
         left.subtract(node for node in [*left] if node.name in self._placed)
         returned = {node for node, times in left.items() if times > 0}
-        self._read = GraphReaders(self._fixed, self._differentiable, returned)
+        storages = internals.input_positions(self._fixed, parameters)
+        weights = {node for node in self._fixed if is_tensor(node) and storage_of(node) in storages}
+        constants = {*forward.nodes} - self._differentiable
+        self._read = GraphReaders(self._fixed, weights, constants, returned)
 
     def is_hooked(self, output: Any) -> bool:
         """Return whether an output of the forward is passed to hooks if it is saved."""

@@ -1,5 +1,6 @@
 """Saved tensors of compiled graphs: the pack and unpack functions that AOTAutograd inlines."""
 
+import sys
 import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
@@ -159,7 +160,8 @@ class CompiledGraphs:
             {name for name, _ in self.model().named_modules()},
             self.root,
             internals.static_inputs(),
-            sharded=any(_is_sharded(module) for module in self.model().modules()),
+            [*self.model().parameters()],
+            sharded=any(map(_is_sharded, self.model().modules())),
         )
         positions = internals.input_positions(
             sites.data_inputs, _alive(self._inputs.get(self.root, []))
@@ -183,7 +185,8 @@ def _alive(tensors: _Tensors) -> list[Tensor | None]:
 
 
 def _is_sharded(module: nn.Module) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    return fsdp is not None and isinstance(module, fsdp.FSDPModule)
 
 
 # -- graphs that several equal modules run: records for each module, and bytes once --------------

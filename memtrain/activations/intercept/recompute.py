@@ -1,5 +1,6 @@
 """Modules that keep their inputs only, and run again in the backward: activation checkpointing."""
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -27,7 +28,6 @@ from memtrain.compressors import Compressor, Keep
 BLOCKS = "@blocks"
 NO_BLOCKS = f"{BLOCKS}: the model repeats no module with children in a ModuleList or Sequential"
 """Text of a plan where that matches nothing."""
-_HF_CACHES = "transformers.cache_utils"
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
 _TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
 
@@ -260,7 +260,8 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
 
 def is_cache(x: object) -> bool:
     """Return whether an object is a cache of Hugging Face Transformers."""
-    return any(base.__module__ == _HF_CACHES for base in type(x).__mro__)
+    module = sys.modules.get("transformers.cache_utils")
+    return module is not None and isinstance(x, module.Cache)
 
 
 def without_caches(

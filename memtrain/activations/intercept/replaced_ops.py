@@ -37,17 +37,6 @@ Recogniser = Callable[[nn.Module, Tensor], Call | None]
 _REPLACING: Counter[type[nn.Module]] = Counter()
 """Class -> how many interceptions use its replaced forward."""
 
-# Replaced op -> a node of torch whose output depends on its input as the op's does; else _ANY.
-_NODES = {
-    op: node
-    for node, ops in (
-        (known_ops.LOG_SOFTMAX, ("cross_entropy",)),
-        (known_ops.LAYER_NORM, (*norms.NAMES, *(f"small_{name}" for name in norms.NAMES))),
-        (known_ops.DROPOUT, ("dropout",)),
-    )
-    for op in ops
-}
-_ANY = known_ops.GELU
 # torch's own form of these saves its result, not its input.
 _SAVE_RESULTS = ("relu", "sigmoid", "tanh")
 
@@ -244,7 +233,7 @@ class Replacements:
             return
         if saved.readers.results:
             size = partial(norms.least_size, site.op, x.shape)
-            saved.readers.visit(node, kind=_NODES.get(site.op, _ANY), elements=size)
+            saved.readers.visit(node, elements=size)
             for one in reversed(above):
                 saved.readers.visit(one)
         saved.readers.seen((y,))

@@ -10,7 +10,7 @@ from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from memtrain.activations.saved.known_ops import REPLACED_NODES
+from memtrain.activations.saved.known_ops import GELU, REPLACED_NODES
 
 _EXCEPTION = (
     "keep such ops by activations.exceptions="
@@ -24,6 +24,7 @@ def autograd_function(
     *,
     tensors: int = 1,
     twice: bool = False,
+    like: type = GELU,
 ) -> Callable[..., Any]:
     """Create an autograd Function from two functions; return its `apply` without Python overhead.
 
@@ -34,6 +35,8 @@ def autograd_function(
     `forward(ctx, x, ...)` returns the result; its name less `_forward` names the graph's node.
     `backward(ctx, *grads)` returns a tuple, with a gradient or None for each of forward's first
     `tensors` arguments, which are tensors or None.
+
+    `like` is a node of torch whose output depends on its input in the same way.
 
     Unless `twice`, the backward raises a RuntimeError under `create_graph=True`: what was saved is
     no function of x. (torch's `once_differentiable` raises only where an incoming gradient requires
@@ -76,7 +79,7 @@ def autograd_function(
     name = forward.__name__.removesuffix("_forward").title().replace("_", "")
     methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
     function = cast("type[Function]", type(name, (Function,), methods))
-    REPLACED_NODES.add(cast(Any, function)._backward_cls)
+    REPLACED_NODES[cast(Any, function)._backward_cls] = like
     in_cpp = cast(Any, super(Function, function)).apply
 
     def apply(x: Tensor, *others: Any) -> Any:

@@ -19,6 +19,7 @@ from torch import Tensor
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import memory_format_of
+from memtrain.activations.saved.known_ops import LAYER_NORM
 from memtrain.activations.saved.payload import (
     save_compressed,
     saved_compressed,
@@ -179,8 +180,12 @@ def _group_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return _scaled(dx, rstd.repeat_interleave(ctx.sizes[1] // ctx.sizes[3], 1), x_hat), dw, db
 
 
-_batch_norm = autograd_function(_batch_norm_forward, _batch_norm_backward, tensors=5)
-_group_norm = autograd_function(_group_norm_forward, _group_norm_backward, tensors=3)
+_batch_norm = autograd_function(
+    _batch_norm_forward, _batch_norm_backward, tensors=5, like=LAYER_NORM
+)
+_group_norm = autograd_function(
+    _group_norm_forward, _group_norm_backward, tensors=3, like=LAYER_NORM
+)
 
 
 def _normalised(x: Tensor, mean: Tensor, rstd: Tensor) -> Tensor | None:

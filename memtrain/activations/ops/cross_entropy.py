@@ -15,6 +15,7 @@ from torch.nn import functional
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, autocast_widens, gives_floats
+from memtrain.activations.saved.known_ops import LOG_SOFTMAX
 from memtrain.activations.saved.payload import (
     Payload,
     compress,
@@ -132,7 +133,9 @@ def _cross_entropy_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
     return dx, None
 
 
-_cross_entropy = autograd_function(_cross_entropy_forward, _cross_entropy_backward, tensors=2)
+_cross_entropy = autograd_function(
+    _cross_entropy_forward, _cross_entropy_backward, tensors=2, like=LOG_SOFTMAX
+)
 
 
 def _gradient(ctx: Any, payload: Payload, scale: Tensor, classes: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.call import Call, is_lossy
+from memtrain.activations.saved.known_ops import DROPOUT
 from memtrain.kernels.derivative import derivative
 from memtrain.kernels.dispatch import is_for_cuda
 from memtrain.kernels.packing.pack import BLOCK, pack_codes
@@ -51,7 +52,7 @@ def _dropout_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
     return (_masked(factor, shape, stride, packed, grad),)
 
 
-dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True)
+dropout = autograd_function(_dropout_forward, _dropout_backward, twice=True, like=DROPOUT)
 """`F.dropout(x, p)` in training, bit for bit, saving one bit per element for backward.
 
 Args:

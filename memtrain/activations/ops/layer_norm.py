@@ -17,6 +17,7 @@ from memtrain.activations.ops.autograd import autograd_function
 from memtrain.activations.ops.batch_norm import standard
 from memtrain.activations.ops.call import as_autocast
 from memtrain.activations.saved.flatten import layout_of
+from memtrain.activations.saved.known_ops import LAYER_NORM, RMS_NORM
 from memtrain.activations.saved.payload import (
     decompress,
     save_compressed,
@@ -154,7 +155,9 @@ def _layer_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return None if dx is None else dx.mul_(rstd), dw, db
 
 
-_layer_norm = autograd_function(_layer_norm_forward, _layer_norm_backward, tensors=3)
+_layer_norm = autograd_function(
+    _layer_norm_forward, _layer_norm_backward, tensors=3, like=LAYER_NORM
+)
 
 
 def _layer_norm_output(
@@ -216,7 +219,7 @@ def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     return dx, dw
 
 
-_rms_norm = autograd_function(_rms_norm_forward, _rms_norm_backward, tensors=2)
+_rms_norm = autograd_function(_rms_norm_forward, _rms_norm_backward, tensors=2, like=RMS_NORM)
 
 
 def _keeps_dtype(variant: str, dtype: torch.dtype, weight: Tensor | None) -> bool:

@@ -58,6 +58,8 @@ def is_averaged(node: Any, factor: str) -> bool:
 def _normalized(node: Any, shape: Any) -> int:
     if hasattr(node, "_saved_normalized_shape"):
         return prod(node._saved_normalized_shape)
+    if not getattr(node, "_saved_training", True):  # a product with constants
+        return 1
     if hasattr(node, "_saved_group"):
         return node._saved_C // node._saved_group * node._saved_HxW
     return prod(shape) // shape[1]

@@ -1,6 +1,6 @@
 """Choose the compressor for a saved tensor from its site, op, metadata and producing nodes."""
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from memtrain.activations.saved.known_ops import (
     LINEAR,
     LOGARITHM,
     MULTIPLIES,
+    POWERS,
     REPLACED_OP,
-    SENTINELS,
     SHAPE,
     SavedBy,
 )
@@ -39,11 +39,11 @@ def decide(
     saved: SavedBy,
     node: Any,
     x: Tensor,
-    joins: Container[int] = (),
+    joins: Mapping[int, type] | None = None,
 ) -> Compressor | Keep:
     """Return the compressor for a saved tensor, or the reason to keep it.
 
-    `joins` has the numbers of the nodes that add or join a constant tensor.
+    `joins` has the numbers of the nodes that add, join or write constants, and their classes.
     """
     if x.numel() < min_elements:
         return Keep(f"under {min_elements:,} elements")
@@ -56,9 +56,10 @@ def decide(
         return Keep("its elements overlap in memory")
     if x.is_neg():
         return Keep("a negated view")
-    if saved.reason == LINEAR and type(x.grad_fn) in SENTINELS:
-        return SENTINEL
-    if type(node) in MULTIPLIES and may_be_masked(x.grad_fn, joins):
+    # What matrix products and convolutions read has padding and positions in it more often.
+    checked = (joins or {}) if saved.reason == LINEAR else {}
+    multiplies = type(node) in MULTIPLIES or type(node) in POWERS
+    if checked and may_be_masked(x.grad_fn, checked, any_constant=multiplies):
         return SENTINEL
     limit = None if saved.limit is None else saved.limit(node)
     return fit(chosen, saved.reason, x.dtype, limit)

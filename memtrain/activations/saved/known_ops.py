@@ -53,7 +53,7 @@ PRODUCTS = node_classes(
     *("MvBackward0", "AddmvBackward0", "GroupedMmBackward0"),
 )
 """Nodes of matrix products: the gradient of one factor does not grow if the other is small."""
-MULTIPLIES = node_classes("MulBackward0")
+MULTIPLIES, POWERS = node_classes("MulBackward0"), node_classes("PowBackward0")
 SUMS = node_classes("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
 SOFTMAXES = node_classes("SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0")
 NORMS = node_classes(
@@ -61,9 +61,11 @@ NORMS = node_classes(
     *("NativeBatchNormBackward0", "NativeGroupNormBackward0", "NativeLayerNormBackward0"),
 )
 LOG_SOFTMAX, LAYER_NORM = _F.LogSoftmaxBackward0, _F.NativeLayerNormBackward0
+RMS_NORM: type = _F.FusedRmsNormBackward0
+"""An RMS norm is a quotient: what is small before it is small after it."""
 DROPOUT, GELU = _F.NativeDropoutBackward0, _F.GeluBackward0
 CONVOLUTIONS = node_classes("ConvolutionBackward0")
-SATURATING_READERS = PRODUCTS | SOFTMAXES | NORMS | CONVOLUTIONS
+SATURATING_READERS = PRODUCTS | SOFTMAXES | (NORMS - {RMS_NORM}) | CONVOLUTIONS
 """Nodes that may read a compressed sigmoid or tanh, or its product or sum with something else: a
 gate, or a cap of scores. The gradient of a logarithm or a quotient is largest where the derivative
 is smallest, and the error of its codes counts most there."""
@@ -372,7 +374,12 @@ KNOWN: dict[type, KnownOp] = {
 
 
 def class_of(node: Any) -> type:
-    """Return the class of a node; bitsandbytes' products with frozen weights count as torch's."""
+    """Return the class of a node, or of the node of torch that it stands for.
+
+    bitsandbytes' products with frozen weights count as torch's.
+    """
+    if type(node) in REPLACED_NODES:
+        return REPLACED_NODES[type(node)]
     module: Any = sys.modules.get("bitsandbytes.autograd._functions")
     if module is None or not hasattr(node, "_forward_cls"):
         return type(node)
@@ -405,8 +412,9 @@ ALL: frozenset[type] = frozenset(node for node in vars(_F).values() if isinstanc
 CHECKPOINT: type = cast(Any, CheckpointFunction)._backward_cls
 """Class of the nodes of reentrant activation checkpointing, which save the inputs of a part."""
 
-REPLACED_NODES: set[type] = set()
-"""Classes of the nodes of memtrain's own autograd Functions, which save payloads."""
+REPLACED_NODES: dict[type, type] = {}
+"""Class of a node of memtrain's own autograd Functions, which save payloads -> the node of torch
+whose output depends on its input in the same way."""
 
 
 VIEWS = node_classes(
@@ -427,12 +435,6 @@ SAME_VALUES = (
     )
 )
 """Nodes whose output has elements of their input, times one number, or 0."""
-SENTINELS = node_classes(
-    *("ClampBackward0", "ClampBackward1", "ClampMaxBackward0", "ClampMinBackward0"),
-    *("LogSoftmaxBackward0", "MaskedFillBackward0", "MaskedFillBackward1", "WhereBackward0"),
-)
-"""Nodes whose output may hold numbers that stand for minus infinity, as masked logits do: beside
--1e9, which is no error but leaves its group one step for all others, values are equal."""
 STAND_INS = VIEWS | CASTS | node_classes("WeightNormInterfaceBackward0", "CopyBackwards")
 """Nodes that may lie between a parameter and a tensor that stands for it."""
 ACCUMULATE: type = _F.AccumulateGrad

@@ -11,14 +11,17 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read, is_averaged
 from memtrain.activations.saved.known_ops import (
     CASTS,
+    CONVOLUTIONS,
     DERIVATIVE,
     ELEMENTWISE_READERS,
     FACTOR_READERS,
     KNOWN,
     MULTIPLIES,
     NORMS,
+    POWERS,
     PRODUCTS,
     REPLACED_NODES,
+    RMS_NORM,
     SAME_VALUES,
     VIEWS,
     KnownOp,
@@ -57,9 +60,7 @@ _CARRIES = (
 """These, and nodes whose output has functions of the elements, or those that a comparison chose.
 Their gradient may be largest where a product of two tensors is smallest: at the nearest point."""
 _QUOTIENTS = node_classes("DivBackward0")
-"""Nodes that carry their first input in the same way."""
-_POWERS = node_classes("PowBackward0")
-"""Nodes that carry it if the exponent is 2."""
+"""Nodes that carry their first input in the same way, as RMS norms do."""
 _CHOICES = {
     node: attribute
     for attribute, names in {
@@ -171,24 +172,24 @@ class Readers:
     def visit(
         self,
         node: Any,
-        kind: type | None = None,
         elements: Callable[[Any, int], int] = elements_read,
     ) -> None:
         """Note what a node reads.
 
-        For memtrain's form of an op, `kind` is the node of torch's form, and `elements` replaces
-        `elements_read`.
+        For memtrain's form of an op, `elements` replaces `elements_read`.
         """
-        kind = kind or class_of(node)
-        squares = kind in _POWERS and node._saved_exponent == 2
+        kind = class_of(node)
+        squares = kind in POWERS and node._saved_exponent == 2
         for position, (above, _) in enumerate(node.next_functions):
             waiting = () if above is None else self.results.get(above._sequence_nr(), ())
             if not waiting:
                 continue
             few = kind in AVERAGES and elements(node, position) < FEW
             reads = kind in FACTOR_READERS and not few and not _scales(node)
-            divides = kind in _QUOTIENTS and position == 0
-            carries = squares or divides or (few and kind not in NORMS)
+            if kind in NORMS:
+                carries = kind is RMS_NORM and position == 0 and not few
+            else:
+                carries = squares or few or (kind in _QUOTIENTS and position == 0)
             for found in waiting:
                 if reads and kind in found.readers:
                     if found.has_copies:
@@ -249,6 +250,8 @@ def _scales(node: Any) -> bool:
     They select elements, and a logarithm may read them then. A frozen weight is no such constant.
     """
     kind = type(node)
+    if kind in CONVOLUTIONS:
+        return node.next_functions[1][0] is None and not is_parameter(node._saved_weight)
     if kind not in PRODUCTS:
         return False
     factors = list(KNOWN[kind].tensors)

@@ -102,7 +102,7 @@ class SavedTensors:
         """Nodes with smaller numbers have been visited, or are not this forward's."""
         self._first = 0  # number of the forward's first node
         self._input_nodes: set[int] = set()  # numbers of the nodes that made the inputs
-        self._joins: set[int] = set()  # of nodes that add or join a constant
+        self._joins: dict[int, type] = {}  # of nodes that add, join or write constants
         self._calls: dict[Site, int] = {}
         self.records: Records | None = None
         """Of this forward, where it is recorded."""
@@ -214,7 +214,8 @@ class SavedTensors:
 
     def _visit(self, node: Any, function: Any, module: str) -> None:
         kind = type(node)
-        self._joins.update(constants_of(node, self.derived.arguments) if kind in JOINS else ())
+        arguments = self.derived.arguments
+        self._joins |= constants_of(node, function, arguments) if kind in JOINS else {}
         row = known_ops.KNOWN.get(kind)
         if row is None:
             saves = self.records is not None or saved_names(kind)

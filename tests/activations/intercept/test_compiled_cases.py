@@ -4,6 +4,7 @@ import copy
 import gc
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -101,11 +102,17 @@ PRODUCTS = {
     "elementwise": lambda h: (h - 0.1) * (h - 0.1),
     "matrix": lambda h: (h.view(64, 64, 1) @ h.view(64, 1, 64))[:, 3] + 8,
 }
+CHOOSES = nn.Linear(64, 64, bias=False)
+del CHOOSES.weight
+CHOOSES.register_buffer("weight", torch.eye(64))
+READERS = {**factors.SMALL, **factors.NEAREST, **factors.LARGE}
 READERS = {
-    name: {**factors.SMALL, **factors.NEAREST, **factors.LARGE}[name]
-    for name in ("a root", "a logarithm of two", "a logarithm of chosen elements", "indices")
+    **{name: READERS[name] for name in READERS if re.search("chosen|convolution$|behind", name)},
+    **{name: READERS[name] for name in ("a root", "a logarithm of two", "indices", "a mean")},
+    "what is outside": lambda s: s,
+    "a logarithm of what a buffer chooses": lambda s: CHOOSES(s).log(),
+    "a norm of four": lambda s: factors.NORMS["batch_norm"](s, 4)[0].view(16, 64) @ factors.WEIGHT,
 }
-READERS |= {"what is outside": lambda s: s, "a mean": factors.LARGE["a mean"]}
 
 
 @pytest.mark.parametrize("product", PRODUCTS)
@@ -118,19 +125,15 @@ def test_a_graph_keeps_the_factors_of_a_product_that_another_op_reads(product, r
     model, _ = wrapped(model, "activations_only")
     run = torch.compile(model, backend=BACKEND)
     (mine,) = torch.autograd.grad(run(x).sum(), model.first.weight)
-    assert torch.equal(mine, exact) is (reader != "a mean")
+    is_kept = (mine - exact).norm() < 1e-5 * exact.norm()  # graphs round in other ways
+    assert is_kept.item() is (reader not in factors.LARGE)
     assert torch.cosine_similarity(mine.flatten(), exact.flatten(), 0) > 0.98
 
 
 @pytest.mark.parametrize(
     ("compressor", "cut"),
-    [
-        (Group(bits=4), False),
-        (
-            Host(inner=Group(bits=4)),
-            True,
-        ),  # the host's part that a replay would read is the capture's
-    ],
+    # A replay would read the host's part of the capture.
+    [(Group(bits=4), False), (Host(inner=Group(bits=4)), True)],
     ids=repr,
 )
 def test_cuda_graphs_are_cut_where_the_host_reads_a_payload(compressor, cut):

@@ -168,23 +168,34 @@ APPLIED = {
         [h[:, :32], torch.full((64, 32), value)], 2
     ).flatten(1),
     "a maximum": lambda h, mask, value: torch.maximum(h, torch.full((64, 64), -9.0)) + mask * value,
+    "a fill behind a sum": lambda h, mask, value: h.masked_fill(mask, value) + h,
+    "a fill in a product": lambda h, mask, value: torch.addmm(h.masked_fill(mask, value), h, h),
+    "a fill behind products": lambda h, mask, value: math.prod(
+        [h.masked_fill(mask, value), *[1.1] * 8]
+    ),
+    "a fill behind a sort": lambda h, mask, value: h.masked_fill(mask, value).sort(-1)[0],
+    "a leaky fill": lambda h, mask, value: F.leaky_relu(h.masked_fill(mask, value)),
 }
+WEIGHT = nn.Parameter(torch.rand(64, 64))
 NORMALIZED = {
     "softmax": lambda h: h.softmax(1)[:, 0].mean(),
     "log_softmax": lambda h: h.log_softmax(1)[:, 0].mean(),
     "cross_entropy": lambda h: F.cross_entropy(h, torch.zeros(64, dtype=torch.long)),
     "logsumexp": lambda h: h.logsumexp(1).mean() - h[:, 0].mean(),
     "an exponential": lambda h: (h.exp()[:, 0] / h.exp().sum(1)).mean(),
+    "squares": lambda h: F.linear(h.square().tril(), WEIGHT).mean(),
 }
 
 
-def gradient_of(model, x, value):
-    return torch.autograd.grad(model(x, value), model.temperature)[0]
+def gradient_of(model, run, x, value):
+    return torch.autograd.grad(run(x, value), model.temperature)[0]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("normalized", NORMALIZED)
 @pytest.mark.parametrize("applied", APPLIED)
-def test_a_learned_temperature_of_masked_scores_has_its_gradient(applied, normalized):
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_a_learned_temperature_of_masked_scores_has_its_gradient(applied, normalized, compiled):
     """It adds up all scores times probabilities, which are 0 where a score is masked."""
 
     class Scores(nn.Module):
@@ -199,9 +210,10 @@ def test_a_learned_temperature_of_masked_scores_has_its_gradient(applied, normal
 
     torch.manual_seed(0)
     model, x = Scores(), torch.randn(64, 64)
-    exact = [gradient_of(model, x, value) for value in (-1e9, -1e4)]
+    exact = [gradient_of(model, model, x, value) for value in (-1e9, -1e4)]
     cfg = ["preset=activations_only", "activations.min_elements=0"]
     model, _ = wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
+    run = torch.compile(model, backend="aot_eager_decomp_partition") if compiled else model
     for value, found in zip((-1e9, -1e4), exact, strict=True):
-        error = gradient_of(model, x, value) - found
+        error = gradient_of(model, run, x, value) - found
         assert error.norm() <= 0.05 * found.norm()

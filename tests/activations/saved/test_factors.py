@@ -6,6 +6,7 @@ from torch import nn
 from tests.activations.saved.test_reads import WEIGHT, Model, with_and_without
 
 TWO = nn.Parameter(torch.tensor([1.0, 0.5]))
+STATISTICS = torch.zeros(64), torch.ones(64)
 TEMPERATURE = nn.Parameter(torch.zeros(64))
 ELEMENTWISE = {
     **{"**": lambda h: h**2, "square": torch.square, "*": lambda h: h * h},
@@ -37,6 +38,8 @@ SMALL = {
     "a logarithm of a transposed convolution": lambda s: F.conv_transpose1d(
         s.unsqueeze(1), TWO.view(1, 1, 2), stride=2
     ).log(),
+    "a logarithm of chosen channels": lambda s: F.conv1d(s[None], torch.eye(64)[:, :, None]).log(),
+    "a logarithm behind running statistics": lambda s: F.batch_norm(s, *STATISTICS).log(),
 }
 NEAREST = {
     "a softmax": lambda s: (-s).softmax(-1).view(-1)[::7],
@@ -91,10 +94,16 @@ NORMS = {
 @pytest.mark.parametrize("norm", NORMS)
 @pytest.mark.parametrize("size", [4, 16])
 def test_a_product_that_a_norm_of_few_elements_reads_keeps_its_factors(norm, size):
-    model = Model(lambda h: NORMS[norm](h * h.roll(1, 0), size).view(-1) * torch.arange(4096))
+    model = Model(lambda h: NORMS[norm](h * h.roll(1, 0), size).view(64, 64) @ WEIGHT)
     _, _, entries = with_and_without(model, torch.randn(64, 64))
     kept = {e.compressor == "" for e in entries if " / mul / " in e.site and e.nbytes}
     assert kept == {size == 4}
+
+
+def test_a_product_keeps_its_factors_if_a_logarithm_reads_its_rms_norm():
+    model = Model(lambda h: F.rms_norm(h * h, (64,)).log())  # the norm's input is in 4 bits
+    exact, mine, _ = with_and_without(model, torch.randn(64, 64))
+    assert torch.cosine_similarity(mine, exact, 0) > 0.98
 
 
 def scan(h):
@@ -153,6 +162,9 @@ def mixture(h):
 DENSITIES = {
     "mixture": mixture,
     "sum of kernels": lambda h: torch.log(torch.exp(-0.5 * (4 * h) ** 2).mean(-1) + 1e-9),
+    "weighted kernels": lambda h: torch.log(
+        (h[:, 32:].softmax(-1) * torch.exp(-0.5 * (9 * h[:, :32]) ** 2)).sum(-1) + 1e-12
+    ),
     "normal": normal,
     "discretized": discretized,
     "mixture by bmm": lambda h: torch.log(

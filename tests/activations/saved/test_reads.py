@@ -177,7 +177,7 @@ BOUNDED = {
     "a softmax": lambda s, v: (20 * s + torch.ones(64, 64).triu(1) * -1e9).softmax(-1) @ v,
     "a log-softmax": lambda s, v: F.log_softmax(4 * s, -1)[:, 0],
     "cross-entropy of many": lambda s, v: F.cross_entropy(30 * s, torch.arange(64)),
-    "a convolution": lambda s, v: F.conv1d((s * v)[None], torch.ones(8, 64, 3)),
+    "a convolution": lambda s, v: F.conv1d((s * v).view(1, 64, 64), WEIGHT.view(64, 64, 1)),
 }
 
 
@@ -193,19 +193,6 @@ def test_a_gate_is_kept_if_an_op_with_an_unbounded_gradient_reads_it(gate, reade
     assert torch.cosine_similarity(mine, exact, 0) > 0.98
 
 
-def test_the_result_of_exp_is_kept_if_a_logarithm_reads_a_sum_of_its_products():
-    """The likelihood of a mixture of normal distributions."""
-    torch.manual_seed(0)
-
-    def likelihood(h):
-        h = h.view(512, 8)
-        densities = torch.exp(-0.5 * (9 * h[:, :4] - torch.linspace(-2, 2, 512)[:, None]) ** 2)
-        return torch.log((h[:, 4:].softmax(-1) * densities).sum(-1) + 1e-12)
-
-    exact, mine, _ = with_and_without(Model(likelihood), torch.randn(64, 64))
-    assert torch.cosine_similarity(mine, exact, 0) > 0.999
-
-
 WAITING = {
     "sigmoid": (torch.sigmoid, (), "result"),
     "softmax": (torch.softmax, (-1,), "result"),
@@ -218,24 +205,18 @@ WAITING = {
 def test_what_waits_for_its_readers_and_is_changed_meanwhile_raises_as_the_baseline_does(op):
     function, args, saved = WAITING[op]
 
-    class Model(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.first = nn.Linear(64, 64)
+    def changed(h):
+        y = function(h, *args)
+        with torch.no_grad():
+            (h if saved == "factor" else y).mul_(0.5)
+        return y @ torch.ones(64, 64)
 
-        def forward(self, x):
-            h = self.first(x)
-            y = function(h, *args)
-            with torch.no_grad():
-                (h if saved == "factor" else y).mul_(0.5)
-            return (y @ torch.ones(64, 64)).sum()
-
-    model, x = Model(), torch.randn(64, 64)
+    model, x = Model(changed), torch.randn(64, 64)
     with pytest.raises(RuntimeError, match="modified by an inplace"):
-        model(x).backward()
+        model(x).sum().backward()
     model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
     with pytest.raises(RuntimeError, match="modified by an inplace"):
-        model(x).backward()
+        model(x).sum().backward()
 
 
 def test_the_dropout_of_attention_is_saved_in_bits():
