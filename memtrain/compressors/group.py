@@ -71,13 +71,7 @@ class Group(Compressor):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int):
                 raise ValueError(f"{name}={value!r}; allowed: integers")
-        if not 1 <= self.bits <= 8:
-            raise ValueError(f"bits={self.bits}; allowed: 1 to 8")
-        if self.group_size % 8 or not 8 <= self.group_size <= group.MAX_GROUP_SIZE:
-            raise ValueError(
-                f"group_size={self.group_size}; allowed: multiples of 8 from 8 to "
-                f"{group.MAX_GROUP_SIZE}"
-            )
+        group.check(self.bits, self.group_size)
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
         if self.bounds not in ("bf16", "fp32"):

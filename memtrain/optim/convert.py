@@ -67,7 +67,10 @@ def compress(
     kind = becomes_fused(optimizer, choose, min_elements)
     if kind is None:
         return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
-    new = kind.taking_over(optimizer, choose, min_elements)
+    new = kind([{"params": group["params"]} for group in optimizer.param_groups])  # pyright: ignore[reportCallIssue]
+    new.choose, new.min_elements = choose, min_elements
+    for group in optimizer.param_groups:
+        new.check(group)
     states = {p: _packed(new, p, state) for p, state in optimizer.state.items() if state}
     new.adopt(optimizer)
     new.state.update(states)

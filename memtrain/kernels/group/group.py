@@ -158,7 +158,8 @@ def _bounds_dtype(wide: bool) -> torch.dtype:
     return torch.float32 if wide else torch.bfloat16
 
 
-def _check(bits: int, group_size: int, dtype: torch.dtype) -> None:
+def check(bits: int, group_size: int, dtype: torch.dtype = torch.float32) -> None:
+    """Raise for options of `group_quantize` that are out of range."""
     if not 1 <= bits <= 8:
         raise ValueError(f"bits={bits}; allowed: 1 to 8")
     if group_size % 8 or not 8 <= group_size <= MAX_GROUP_SIZE:
@@ -186,7 +187,7 @@ def _check_payload(codes: Tensor, bounds: Tensor, bits: int, group_size: int, nu
 def _empty(
     x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
 ) -> tuple[Tensor, Tensor]:
-    _check(bits, group_size, x.dtype)
+    check(bits, group_size, x.dtype)
     n_groups = (x.numel() + group_size - 1) // group_size
     return (
         x.new_empty(n_groups, group_size * bits // 8, dtype=torch.uint8),
@@ -206,7 +207,7 @@ def kernel_of(
     chosen = choose(x)
     if chosen == "reference" or not is_plain(x) or _copied(x, chosen, group_size):
         return None
-    _check(bits, group_size, x.dtype)
+    check(bits, group_size, x.dtype)
     write, rows, kept = _writer(chosen), _rows(x), _bounds_dtype(wide)
     n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
 
@@ -225,7 +226,7 @@ def _quantize(
 ) -> tuple[Tensor, Tensor]:
     chosen = choose(x)
     if chosen == "reference":
-        _check(bits, group_size, x.dtype)
+        check(bits, group_size, x.dtype)
         return quantize_reference(x, bits, group_size, seed, stochastic, wide)
     codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
     x = readable(x, *_READ[chosen]) if _copied(x, chosen, group_size) else x
@@ -263,7 +264,7 @@ def _empty_values(
     shape: int | torch.Size,
     dtype: torch.dtype,
 ) -> Tensor:
-    _check(bits, group_size, dtype)
+    check(bits, group_size, dtype)
     numel = shape if isinstance(shape, int) else shape.numel()
     _check_payload(codes, bounds, bits, group_size, numel)
     return codes.new_empty(shape, dtype=dtype)

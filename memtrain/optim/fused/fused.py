@@ -100,17 +100,6 @@ class FusedStates(CompressedStates):
         )
         super().__init__(params, defaults)
 
-    @classmethod
-    def taking_over(
-        cls, original: Optimizer, choose: layout.Choose, min_elements: int
-    ) -> "FusedStates":
-        """Return an optimizer over the parameters of a plain one, without states."""
-        new = cls([{"params": group["params"]} for group in original.param_groups])  # pyright: ignore[reportCallIssue]
-        new.choose, new.min_elements = choose, min_elements
-        for group in original.param_groups:
-            new.check(group)
-        return new
-
     def scalars(self, group: dict[str, Any], count: float) -> Scalars:
         """Return the kernel's scalars for a group's step `count` (1 is a parameter's first)."""
         raise NotImplementedError
@@ -289,10 +278,7 @@ class FusedStates(CompressedStates):
         codecs = (EXACT,) * len(whole)
         entry = Entry(local(param), grad, payloads, codecs, self.update_rule, scalars, None, master)
         PreparedStep([entry]).run()
-        layout.count_rounding(state, compressors.values())
-        for name, compressor in compressors.items():
-            key = layout.state_key(self, compressor, param, name, state)
-            state[name] = layout.pack(compressor, whole[name], key)
+        state.update(self.packed(param, state, whole))
 
     def _counter(self, param: Tensor) -> Tensor:
         """Return a parameter's step counter, on the host."""

@@ -12,7 +12,7 @@ from memtrain.compressors.factored import Factored
 from memtrain.compressors.lloyd_max import LloydMax
 from memtrain.compressors.rank1 import Rank1
 from memtrain.kernels.dispatch import is_simulated
-from memtrain.kernels.step.codecs import BLOCKS, CODEBOOKS8, EXACT, FACTORED, LLOYD_MAX, Codec
+from memtrain.kernels.step.codecs import BLOCKS, EXACT, FACTORED, LLOYD_MAX, Codec
 from memtrain.optim.states import layout
 from memtrain.optim.states.shards import local, sharded_like
 
@@ -77,8 +77,6 @@ def codec_of(compressor: Compressor, *, signed: bool) -> Codec | None:
         plain = Block(
             block_size=BLOCKS[bits], map=name, bits=bits, signed=signed, rounding=rounding
         )
-        if bits == 8 and name not in CODEBOOKS8:
-            return None
     return codec if compressor == plain else None
 
 

@@ -253,7 +253,9 @@ class CompressedOptimizer(CompressedStates):
         """
         states, others = self.unpacked(param), gradient_dtype(param) != param.dtype
         for name, value in states.items():
-            if _is_float(value) and name != "step" and (others or value.dtype != param.dtype):
+            if not isinstance(value, Tensor) or not value.is_floating_point() or name == "step":
+                continue
+            if others or value.dtype != param.dtype:
                 first = self._first_shapes(param, group)
                 states[name] = value.to(first[name][1]) if name in first else value
         return states
@@ -270,22 +272,10 @@ class CompressedOptimizer(CompressedStates):
             known[key] = first_shapes(_inner(self), param, group)
         return known[key]
 
-    def reason(self, param: Tensor, value: Any) -> str:
-        """Return the reason to keep a state as it is, or ""."""
-        return layout.eligible(param, value, self.min_elements)
-
     def _packed(self, param: Tensor, state: dict[str, Any]) -> dict[str, Any]:
-        chosen = {
-            name: self.compressor(param, name)[0]
-            for name, value in state.items()
-            if not self.reason(param, value)
-        }
-        layout.count_rounding(state, chosen.values())
-        packed = dict(state)
-        for name, compressor in chosen.items():
-            key = layout.state_key(self, compressor, param, name, state)
-            packed[name] = layout.pack(compressor, state[name], key)
-        return packed
+        whole = {k: x for k, x in state.items() if not layout.eligible(param, x, self.min_elements)}
+        payloads = self.packed(param, state, whole)
+        return {**state, **payloads}
 
     def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
         super()._restore_dtypes(loaded)
@@ -293,9 +283,6 @@ class CompressedOptimizer(CompressedStates):
         inner = _inner(self)
         inner.__setstate__({"state": self.state, "param_groups": self.param_groups})
         inner.state = defaultdict(dict)
-
-    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
-        return self._packed(param, {name: value.detach().to(param.device, copy=True)})[name]
 
 
 def _refuse_broken(inner: Optimizer, group: dict[str, Any]) -> None:
@@ -327,10 +314,6 @@ def _refuse_no_eps(inner: Optimizer, group: dict[str, Any]) -> None:
             f"eps={eps} is 0 and updates may be infinite; allowed: eps=1e-07 or more, or "
             "float32 weights (SplitWeights converts them to float16 with a correction)"
         )
-
-
-def _is_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def refuse(optimizer: Optimizer) -> None:

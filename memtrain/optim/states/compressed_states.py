@@ -1,5 +1,6 @@
 """Base of optimizers with compressed states: checkpoints, groups shared with the original."""
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any, ClassVar
@@ -10,11 +11,12 @@ from torch.optim import Optimizer
 from torch.utils.weak import WeakIdKeyDictionary
 
 from memtrain.compressors import state_parts
-from memtrain.compressors.base import Compressor
+from memtrain.compressors.base import Compressor, Key
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import KEY, numbered
+from memtrain.optim.states.per_parameter import number_of
 from memtrain.optim.states.plain_checkpoints import check_options, refuse_subclasses, share_groups
-from memtrain.optim.states.shards import is_sharded, local, placed_as
+from memtrain.optim.states.shards import is_sharded, local, part_number, placed_as
 from memtrain.optim.states.stalled_weights import StalledWeights
 
 FORMAT = 1  # of compressed states
@@ -66,6 +68,30 @@ class CompressedStates(Optimizer):
         return isinstance(value, dict) and layout.is_packed(
             value, self.compressor(param, name)[0].parts
         )
+
+    def packed(
+        self, param: Tensor, state: dict[str, Any], whole: Mapping[str, Tensor]
+    ) -> dict[str, Any]:
+        """Compress some states of a parameter, whose present states are `state`.
+
+        The key of stochastic rounding consists of the seed of `choose`, the parameter's number, the
+        state's name and the step: it repeats in a resumed run, and differs at each step. If the
+        optimizer counts no steps, `state` does.
+        """
+        found, counted = {}, False
+        for name, value in whole.items():
+            compressor, key = self.compressor(param, name)[0], Key()
+            if compressor.rounding == "stochastic":
+                if "step" not in state and not counted:
+                    state[layout.STEP], counted = state.get(layout.STEP, 0) + 1, True
+                key = self._key(param, name, int(state.get("step", state.get(layout.STEP, 0))))
+            found[name] = layout.pack(compressor, value, key)
+        return found
+
+    def _key(self, param: Tensor, name: str, step: int) -> Key:
+        site, call = number_of(self, param, self.param_groups), zlib.crc32(name.encode())
+        seed, rank = getattr(self.choose, "seed", 0), part_number(param)
+        return Key(seed, site=site, step=step, call=call, rank=rank)
 
     def unpacked(self, param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Any]:
         """Return the states of a parameter as a plain optimizer has them, in `dtype` if given."""
@@ -266,7 +292,7 @@ class CompressedStates(Optimizer):
         value = value.detach().to(param.device, copy=True)
         if layout.eligible(param, value):
             return value
-        return layout.pack(self.compressor(param, name)[0], value)
+        return self.packed(param, {**self.state[param]}, {name: value})[name]
 
 
 def _refuse_step(*args: Any, **kwargs: Any) -> None:

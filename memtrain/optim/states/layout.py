@@ -1,6 +1,5 @@
 """Which compressor keeps which state of which parameter, and why."""
 
-import zlib
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -8,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from memtrain.compressors import check_role
 from memtrain.compressors.base import STATE, Compressor, Keep, Key, Packed
@@ -16,7 +14,6 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.optim.states import shards
-from memtrain.optim.states.per_parameter import number_of
 
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
@@ -189,38 +186,6 @@ def pack(compressor: Compressor, x: Tensor, key: Key = _DEFAULT_KEY) -> Tensor |
         part = shards.local(x.detach())
         return dict(compressor.compress_part(part, key=key, shard=shard).tensors)
     return dict(compressor.compress(shards.local(x.detach()), key=key).tensors)
-
-
-def is_stochastic(compressor: Compressor) -> bool:
-    """Whether a compressor reads its key."""
-    return compressor.rounding == "stochastic"
-
-
-def count_rounding(state: dict[str, Any], compressors: Iterable[Compressor]) -> None:
-    """Count a step in `state` if stochastic rounding needs a count and the optimizer has none."""
-    if "step" not in state and any(map(is_stochastic, compressors)):
-        state[STEP] = state.get(STEP, 0) + 1
-
-
-def state_key(
-    optimizer: Optimizer,
-    compressor: Compressor,
-    param: Tensor,
-    name: str,
-    state: dict[str, Any],
-) -> Key:
-    """Return the key of the stochastic rounding of one state at its present step.
-
-    The key consists of the seed of the optimizer's `choose`, the parameter's number, the state's
-    name and the step: it repeats in a resumed run, and differs at each step.
-    """
-    if not is_stochastic(compressor):
-        return _DEFAULT_KEY
-    seed = getattr(getattr(optimizer, "choose", None), "seed", 0)
-    number = number_of(optimizer, param, optimizer.param_groups)
-    step = int(state.get("step", state.get(STEP, 0)))
-    rank, call = shards.part_number(param), zlib.crc32(name.encode())
-    return Key(seed, site=number, step=step, call=call, rank=rank)
 
 
 def unpack(

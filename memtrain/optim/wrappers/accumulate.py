@@ -7,6 +7,7 @@ from torch import Tensor
 
 from memtrain.compressors.base import Key, Packed
 from memtrain.compressors.codebook import Block
+from memtrain.optim.states.layout import payload_bytes
 from memtrain.optim.states.shards import local, part_number, sharded_like
 
 BUFFER = Block(block_size=256, map="E3M4", bits=8, rounding="stochastic")
@@ -15,8 +16,7 @@ BUFFER = Block(block_size=256, map="E3M4", bits=8, rounding="stochastic")
 
 def sum_bytes(param: Tensor) -> int:
     """Return the bytes of the compressed sum of a parameter's gradients."""
-    like = torch.empty(local(param).shape, device="meta")
-    return BUFFER.compress(like, key=Key()).nbytes
+    return payload_bytes(BUFFER, local(param).shape, torch.float32)
 
 
 class GradientSums:
@@ -36,12 +36,7 @@ class GradientSums:
         self._sums: dict[Tensor, tuple[dict[str, Tensor], int]] = {}  # payload, gradients in it
 
     def add(self, param: Tensor, number: int, grad: Tensor) -> Tensor | None:
-        """Add a gradient of the parameter with this number; return the sum if it is complete.
-
-        The sum is float32. If one pass makes a step, it is the gradient itself.
-        """
-        if self.passes == 1:
-            return grad
+        """Add a gradient of the parameter with this number; return the float32 sum if complete."""
         payload, count = self._sums.pop(param, ({}, 0))
         count += 1
         total = local(grad.detach()).float()

@@ -385,8 +385,6 @@ class ReleaseGradients(OptimizerWrapper):
 
     def _check(self, param: Tensor, grad: Tensor) -> None:
         refuse_sparse([(param, grad)], type(self).__name__)
-        if self.clip == "value" or self.accumulate > 1:
-            check_complex([param], self.clip, self.accumulate)
         if self.clip == "two_pass" and not self._pass:
             raise RuntimeError(
                 "clip='two_pass' runs backward itself, twice: call optimizer.step(closure) with a "
