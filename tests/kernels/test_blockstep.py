@@ -254,8 +254,8 @@ def test_bad_gradients_stay_in_their_block(rule, bits, bad, name):
     ("change", "match"),
     [
         ({"rule": "adam"}, "allowed: adamw, sgd, lion"),
-        ({"codecs": (Codec("block", 5),)}, "codec 'block' has no 5 bits; allowed: 4, 8"),
-        ({"codecs": (codec(8, "Linear"),)}, "allowed: DE, DE-0"),
+        ({"codecs": (Codec("block", 5),)}, "no kernel for 1 states"),
+        ({"codecs": (codec(8, "Linear"),)}, "no kernel for 1 states"),
         ({"codecs": (codec(8), codec(8))}, "rule 'sgd' has no kernel"),
     ],
 )

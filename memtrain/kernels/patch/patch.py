@@ -176,7 +176,6 @@ def _empty_values(words: Tensor, rows: int, columns: int, dtype: torch.dtype) ->
 
 def _dequantize(words: Tensor, rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     out = _empty_values(words, rows, columns, _kind(dtype))
-    _check_dtype(dtype)
     if choose(words) != "triton":
         return dequantize_reference(words, rows, columns, dtype)
     from memtrain.kernels.patch import patch_triton

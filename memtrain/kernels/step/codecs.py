@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.codebook import lloyd_max, rank1
-from memtrain.kernels.codebook import values as codebooks
 from memtrain.kernels.codebook.quantize import (
     dequantize_blocks_reference,
     encode_drawn,
@@ -19,7 +18,6 @@ from memtrain.kernels.codebook.quantize import (
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
 
-KINDS = ("exact", "block", "rank1", "factored", "lloyd_max")
 ROWS_AND_COLUMNS = ("rank1", "factored")
 """Kinds with scales or means of rows and columns: a step reads the whole tensor twice."""
 BLOCKS = {4: 128, 8: 256}
@@ -72,30 +70,16 @@ class Codec(NamedTuple):
             return {"codes": codes, "scale": n_blocks, **vectors}
         return {"codes": codes, "scale": sum(shape) if self.kind == "rank1" else n_blocks}
 
-    def check(self, shape: torch.Size) -> None:
-        """Raise `ValueError` for a codec that no kernel serves."""
-        if self.kind not in KINDS:
-            raise ValueError(f"codec {self.kind!r} is unknown; allowed: {', '.join(KINDS)}")
-        if self.kind in (*ROWS_AND_COLUMNS, "lloyd_max") and len(shape) < 2:
-            raise ValueError(
-                f"codec {self.kind!r} needs at least 2 dimensions, got shape {tuple(shape)}"
-            )
-        allowed = {"exact": (32,), "block": tuple(BLOCKS), "rank1": (4,), "lloyd_max": (2,)}
-        widths = allowed.get(self.kind)
-        if widths is not None and self.bits not in widths:
-            raise ValueError(
-                f"codec {self.kind!r} has no {self.bits} bits; allowed: "
-                f"{', '.join(map(str, widths))}"
-            )
-        if self.bits == 4 and self.kind != "factored":
-            codebooks.codebook(self.codebook, bits=4, signed=self.signed)
+    def is_served(self, *, first: bool) -> bool:
+        """Whether the kernels have this codec, of a rule's first (signed) or second state."""
+        kinds = {"exact": (32,), "block": tuple(BLOCKS), "rank1": (4,), "factored": (32,)}
+        if self.bits not in (kinds | {"lloyd_max": (lloyd_max.BITS,)}).get(self.kind, ()):
+            return False
+        if self.kind in ("block", "rank1") and self.signed is not first:
+            return False
         if self.drawn and (self.kind, self.bits) != ("block", 4):
-            raise ValueError(f"{self} rounds stochastically; allowed: blocks of 4 bits")
-        if self.bits == 8 and self.codebook not in CODEBOOKS8:
-            raise ValueError(
-                f"codebook {self.codebook!r} has no fast encoder of 8 bits; allowed: "
-                f"{', '.join(CODEBOOKS8)}"
-            )
+            return False
+        return self.bits != 8 or self.codebook in CODEBOOKS8
 
     def decode(self, state: Payload, shape: torch.Size) -> Tensor:
         """Return the state in float32 (exact: as it is), of the parameter's shape."""

@@ -86,7 +86,8 @@ def _draws(rule: str, codecs: tuple[Codec, ...]) -> bool:
 
 def has_kernel(rule: str, codecs: Sequence[Codec]) -> bool:
     """Whether the kernels have a rule with these codecs of its states."""
-    if len(codecs) not in RULES[rule].states:
+    each = (codec.is_served(first=not number) for number, codec in enumerate(codecs))
+    if len(codecs) not in RULES[rule].states or not all(each):
         return False
     if rule == "sgd" and any(codec.drawn for codec in codecs):
         return False
@@ -121,14 +122,10 @@ def _sizes(
     """Return names and elements of each state's tensors, cached."""
     if rule not in RULES:
         raise ValueError(f"rule {rule!r} is unknown; allowed: {', '.join(RULES)}")
-    for codec in codecs:
-        codec.check(shape)
     if not has_kernel(rule, codecs) or states != len(codecs):
         raise ValueError(f"rule {rule!r} has no kernel for {states} states kept as {list(codecs)}")
-    for number, codec in enumerate(codecs):
-        if codec.kind in ("block", "rank1") and codec.signed is not (number == 0):
-            kind = "with" if number == 0 else "without"
-            raise ValueError(f"state {number} of a rule has {codec}; allowed: codes {kind} a sign")
+    if len(shape) < 2 and codecs and codecs[-1].kind in ROWS_AND_COLUMNS:
+        raise ValueError(f"{codecs[-1]} needs at least 2 dimensions, got shape {tuple(shape)}")
     return tuple(tuple(codec.sizes(shape).items()) for codec in codecs)
 
 

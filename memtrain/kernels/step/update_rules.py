@@ -90,7 +90,6 @@ class SGDScalars(NamedTuple):
     w: float
     nesterov: float
     lr: float
-    unused: float
 
     states = (0, 1)
 
@@ -204,7 +203,6 @@ def sgd(
         w=1.0 if first else 1 - dampening,
         nesterov=momentum if nesterov else 0.0,
         lr=lr,
-        unused=0.0,
     )
 
 
