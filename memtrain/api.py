@@ -20,14 +20,7 @@ from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.known_optimizers import is_tested
 from memtrain.optim.states.optimizer_hooks import chain
 from memtrain.optim.states.plain_checkpoints import refuse_payloads
-from memtrain.optim.wrappers.apply import (
-    KEEP,
-    apply,
-    check,
-    check_release,
-    check_removable,
-    remove,
-)
+from memtrain.optim.wrappers.apply import KEEP, apply, check, check_release, check_removable, remove
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.training_warnings import (

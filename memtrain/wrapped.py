@@ -182,11 +182,8 @@ class StateDictHooks:
 
     def _before_load(self, optimizer: Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
         self._loaded = checkpoint_options.found(loaded).get("model", {})
-        return (
-            loaded
-            if isinstance(optimizer, OptimizerWrapper)
-            else checkpoint_options.without(loaded)
-        )
+        is_wrapper = isinstance(optimizer, OptimizerWrapper)
+        return loaded if is_wrapper else checkpoint_options.without(loaded)
 
     def _load(self, optimizer: Optimizer) -> None:
         wrapped, loaded = self.wrapped(), self._loaded

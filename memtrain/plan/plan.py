@@ -16,7 +16,7 @@ from memtrain.activations.adaptive.bit_widths import BitWidths
 from memtrain.activations.intercept.compiler_internals import inside_compiled
 from memtrain.activations.intercept.recompute import BLOCKS, NO_BLOCKS, recomputed
 from memtrain.activations.saved.fit import Choose
-from memtrain.activations.saved.options import Options
+from memtrain.activations.saved.options import NORMS, PRODUCTS, SMOOTH, Options
 from memtrain.activations.saved.site import Record, Site
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Compressor, Keep
@@ -94,12 +94,11 @@ class Plan:
     def options(self) -> Options:
         """Return the options of saved tensors for every compressor."""
         activations = self.config.activations
+        derives = SMOOTH if self.bits is None else NORMS  # `bits: auto`: each payload has a width
         return Options(
             min_elements=activations.min_elements,
-            derive_outputs=activations.derive_outputs,
-            # With `bits: auto`, each payload has a width.
-            derive_smooth=activations.derive_outputs and self.bits is None,
-            derive_products=activations.derive_products,
+            derives=activations.derive_outputs
+            * (PRODUCTS if activations.derive_products else derives),
             recompute=tuple(activations.recompute),
             recompute_inputs=recompute_inputs(activations),
             low=None if self.config.weights == KEEP else parse(self.config.weights).dtype,

@@ -16,8 +16,7 @@ from tests.activations.proof.comparison import in_thread
 PRESETS = ("balanced", "smallest", "fewbit3", "actnn_l2", "gact4", "patch4x4")
 CORE = PRESETS[:2]  # of every run; the others take minutes together
 every_preset = pytest.mark.parametrize(
-    "preset",
-    [*CORE, *(pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS[2:])],
+    "preset", [*CORE, *(pytest.param(name, marks=pytest.mark.nightly) for name in PRESETS[2:])]
 )
 
 
@@ -365,10 +364,7 @@ def test_double_backward_through_a_replaced_op_is_a_clear_error(op):
 
 @pytest.mark.parametrize("op", ["gelu", "max_pool2d"])
 def test_a_replaced_op_that_cannot_take_many_gradients_at_once_says_so(op):
-    calls = {
-        "gelu": F.gelu,
-        "max_pool2d": lambda x: F.max_pool2d(x, 2),
-    }
+    calls = {"gelu": F.gelu, "max_pool2d": lambda x: F.max_pool2d(x, 2)}
     model = intercepted(Apply(calls[op]), lossy)
     x = torch.rand(2, 4, 32, 32, requires_grad=True)
     y = model(x)

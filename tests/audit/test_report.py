@@ -279,9 +279,7 @@ def test_what_is_kept_has_its_reason_and_its_bytes():
 
 def test_rules_that_matched_nothing_are_listed():
     model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
-    cfg = {
-        "activations": {"exceptions": [{"module": "1", "op": "silu", "compressor": "keep"}]},
-    }
+    cfg = {"activations": {"exceptions": [{"module": "1", "op": "silu", "compressor": "keep"}]}}
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     report = audit(model, torch.randn(32, 64), cfg, optimizer=optimizer)
     assert "activations.exceptions.0: module=1 op=silu" in report.unmatched

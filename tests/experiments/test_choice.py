@@ -93,10 +93,7 @@ def test_a_study_continues_and_runs_of_several_lengths_are_separate_rows(tmp_pat
 @pytest.mark.parametrize(
     ("family", "parameters"),
     # as in the public CIFAR forms of them
-    [
-        ("shufflenet_v2", 1_263_854),
-        ("resnet18", 11_173_962),
-    ],
+    [("shufflenet_v2", 1_263_854), ("resnet18", 11_173_962)],
 )
 def test_cifar_families(family, parameters):
     model = cifar(family=family, channels=3)

@@ -107,6 +107,7 @@ PAGES_PRESETS = ["balanced", "lora", "checkpointed"]
         ("bfloat16 | float32, DoRA |", HALF, None, {"use_dora": True}),
         ("bfloat16 | float32, autocast (TRL's default) |", HALF, None, {}),
         ("bfloat16 | bfloat16 |", HALF, HALF, {}),
+        ("bfloat16 | bfloat16, DoRA |", HALF, HALF, {"use_dora": True}),
     ],
 )
 def test_shares_of_saved_bytes_are_those_of_the_page(row, dtype, adapters, options, preset, tiny):
@@ -125,16 +126,6 @@ def test_shares_of_saved_bytes_are_those_of_the_page(row, dtype, adapters, optio
     assert losses[-1] < losses[0]
     (line,) = [line for line in PAGE.read_text().splitlines() if line.startswith(f"| {row}")]
     assert f"{share:.3f}" == line.strip("| ").split(" | ")[2 + PAGES_PRESETS.index(preset)]
-
-
-@pytest.mark.parametrize("options", [{}, {"use_dora": True}])
-def test_16_bit_adapters_keep_less_than_0_16_if_mlps_are_recomputed(options, tiny):
-    given, inputs = tiny.batch(0, 8), "activations.recompute_inputs={name: group, bits: 8}"
-    model = adapted(tiny, tiny.llama(), **options).to(HALF).train()
-    plain = saved(model, given)
-    cfg = ["preset=lora", "activations.recompute=[*mlp]", inputs]
-    model, _ = memtrain.wrap(model, optimizer_of(model), cfg)
-    assert saved(model, given) < 0.16 * plain
 
 
 def in_4_bits(model):
@@ -164,8 +155,8 @@ def test_4_bit_bases_are_trained_and_estimated(tiny):
         found[preset] = (trained(model, optimizer, given, 6), saved(model, given))
     assert found["exact"] == found[None]
     losses, nbytes = found[None]
-    for preset, share in (("balanced", 0.13), ("lora", 0.12)):
-        assert found[preset][1] < share * nbytes
+    for preset in ("balanced", "lora"):
+        assert f"{found[preset][1] / nbytes:.3f}" in PAGE.read_text().split("## Quantized")[1]
         assert losses[0] - found[preset][0][-1] > 0.9 * (losses[0] - losses[-1])
     model = adapted(tiny, in_4_bits(tiny.llama()))
     predicted = memtrain.estimate(model, given, "lora").peak

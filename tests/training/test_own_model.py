@@ -252,10 +252,7 @@ BAD = {
     ),
     "no data": (["data=text:{root}/nothing.txt"], "nothing.txt' does not exist"),
     "empty": (["data=text:{empty}"], "has no text in it"),
-    "short": (
-        ["data=text:{short}"],
-        "the text has 3 tokens; allowed: at least one row",
-    ),
+    "short": (["data=text:{short}"], "the text has 3 tokens; allowed: at least one row"),
     "not utf-8": (["data=text:{binary}"], "not UTF-8 at byte 3; .*data.tokenizer=bytes"),
     "tokenizer": (
         ["model=hf:{root}/gpt2", "data.tokenizer={root}/llama"],

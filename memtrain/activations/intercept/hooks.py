@@ -80,8 +80,7 @@ class Interception:
         self._refer_to(model)
         self.rounding, self.compresses = rounding, compresses
         if rounding is not None:  # it changes results, which their inputs then do not determine
-            off = dict.fromkeys(("derive_outputs", "derive_smooth", "derive_products"), False)
-            options = replace(options, **off)
+            options = replace(options, derives=0)
         self.saved = SavedTensors(choose, options, seed)
         self.replacements = Replacements(self.saved)
         self.graphs = CompiledGraphs(self.find_model, self.saved, self._record_graph)

@@ -24,6 +24,7 @@ from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.method_sources import defined
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.options import PRODUCTS
 from memtrain.activations.saved.origin import in_transform, unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Site
@@ -238,9 +239,9 @@ class Replacements:
                 saved.readers.visit(one)
         saved.readers.seen((y,))
         saved.is_lossy = saved.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
-        if saved.options.derive_outputs and isinstance(result, Tensor):
+        if saved.options.derives and isinstance(result, Tensor):
             saved.derived.add(y, site.op)
-            if saved.options.derive_products and site.op == "dropout":
+            if saved.options.derives == PRODUCTS and site.op == "dropout":
                 saved.derived.add_dropped(y, x)
         if saved.watch is not None:
             saved.watch.saved(site, x.detach(), node)

@@ -7,15 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from memtrain.compressors import (
-    Compressor,
-    DerivativeCode,
-    Host,
-    Identity,
-    Integers,
-    Key,
-    Samples,
-)
+from memtrain.compressors import Compressor, DerivativeCode, Host, Identity, Integers, Key, Samples
 
 # Compressors that give no floats, or that need the tensor's shape or the payload's own object.
 HOOKED = (Identity, DerivativeCode, Integers, Samples, Host)

@@ -278,14 +278,7 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
         return None  # torch's to refuse
     by = weight if scale is None else scale
     y, rstd, *payload = norm.norm_quantize(
-        x.detach(),
-        size,
-        by,
-        bias,
-        eps,
-        centred=centred,
-        narrow=narrow,
-        codes=codes,
+        x.detach(), size, by, bias, eps, centred=centred, narrow=narrow, codes=codes
     )
     packed = Packed(
         dict(zip(("codes", "bounds"), payload, strict=True)), torch.Size([x.numel()]), x.dtype

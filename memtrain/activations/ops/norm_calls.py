@@ -37,13 +37,7 @@ def least_size(op: str, shape: Sequence[int], *node: Any) -> int:
     return prod(shape) // shape[1] if op.endswith("batch_norm") else prod(shape[2:])
 
 
-def _call(
-    norm: str,
-    x: Tensor,
-    *args: Any,
-    op: str = "",
-    **options: Any,
-) -> Call:
+def _call(norm: str, x: Tensor, *args: Any, op: str = "", **options: Any) -> Call:
     """Return a call of a norm; `op` is its name in rules, where that is another.
 
     Groups that lie within rows of a layer norm would lose as little of x itself (512 rows of 768, 4

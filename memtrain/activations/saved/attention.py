@@ -7,7 +7,7 @@ gradient is then the exact gradient of attention at these tensors: it is finite 
 """
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -56,7 +56,7 @@ class FusedAttention:
     """The tensors that one backward of fused attention reads."""
 
     def __init__(self, node: Any, kernel: Kernel, saved: Mapping[str, Tensor]) -> None:
-        self._kernel = kernel
+        self._kernel, self.output = kernel, kernel.results[0]
         options = ((name, getattr(node, f"_saved_{name}", None)) for name in ("scale", "is_causal"))
         self._options = {**kernel.options, **dict(options)}
         self._drops = bool(getattr(node, "_saved_dropout_p", 0.0))
@@ -86,6 +86,17 @@ class FusedAttention:
             return False
         self._versions[attribute] = without_elements(x), x._version
         return True
+
+    @property
+    def inputs(self) -> Iterable[Any]:
+        """Return the handles of the inputs."""
+        return self._inputs.values()
+
+    def unpack(self) -> Tensor:
+        """Return the output for another op, and leave it to the backward of attention."""
+        if self.output not in self._results:
+            self._results = self.results()
+        return self._results[self.output]
 
     def read(self, attribute: str) -> Tensor:
         """Return an input or a result for the backward.

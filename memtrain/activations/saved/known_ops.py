@@ -320,10 +320,7 @@ TABLE: tuple[KnownOp, ...] = (
     KnownOp(
         "GatherBackward0",
         "gather",
-        (
-            SavedBy("index", "input1", LOSSLESS, limit=_along_self),
-            SavedBy("self", "input", SHAPE),
-        ),
+        (SavedBy("index", "input1", LOSSLESS, limit=_along_self), SavedBy("self", "input", SHAPE)),
     ),
     KnownOp(
         "IndexSelectBackward0",
@@ -431,7 +428,7 @@ SAME_VALUES = (
     VIEWS
     | CASTS
     | node_classes(
-        *("CloneBackward0", "MaskedFillBackward0", "NativeDropoutBackward0", "WhereBackward0"),
+        *("CloneBackward0", "MaskedFillBackward0", "NativeDropoutBackward0", "WhereBackward0")
     )
 )
 """Nodes whose output has elements of their input, times one number, or 0."""

@@ -7,6 +7,10 @@ import torch
 from memtrain.activations.saved.site import CHECKPOINT_INPUT
 from memtrain.compressors import Compressor, Keep
 
+NORMS, SMOOTH, PRODUCTS = 1, 2, 3
+"""Outputs of norms; of SiLU and GELU, from inputs in 4 bits or more; of products, dropout, adapters
+and attention."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
@@ -14,12 +18,8 @@ class Options:
 
     min_elements: int = 1024
     """Smaller tensors are kept."""
-    derive_outputs: bool = True
-    """Whether a norm's output that another op saves is recomputed from the norm's payload."""
-    derive_smooth: bool = False
-    """Whether outputs of SiLU and GELU are recomputed from inputs in 4 bits or more."""
-    derive_products: bool = False
-    """Whether products and dropped outputs are recomputed too."""
+    derives: int = NORMS
+    """Which outputs that another op saves are recomputed from payloads: those up to this number."""
     recompute: tuple[str, ...] = ()
     """Modules (globs, `@blocks`) that save only their inputs."""
     recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT

@@ -51,11 +51,7 @@ def roundtrip(x: Tensor, compressor: Compressor, key: Key) -> Tensor:
 
 
 def _compress(
-    x: Tensor,
-    layout: Layout,
-    memory: Memory | None,
-    compressor: Compressor,
-    key: Callable[[], Key],
+    x: Tensor, layout: Layout, memory: Memory | None, compressor: Compressor, key: Callable[[], Key]
 ) -> tuple[Packed, Compressor, int]:
     """Return the payload, the compressor that reads it, and its bytes on the tensor's device."""
     special = None

@@ -10,7 +10,6 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read, is_averaged
 from memtrain.activations.saved.known_ops import (
-    CASTS,
     CONVOLUTIONS,
     DERIVATIVE,
     ELEMENTWISE_READERS,
@@ -20,7 +19,6 @@ from memtrain.activations.saved.known_ops import (
     NORMS,
     POWERS,
     PRODUCTS,
-    REPLACED_NODES,
     RMS_NORM,
     SAME_VALUES,
     VIEWS,
@@ -33,7 +31,6 @@ from memtrain.activations.saved.node_tensors import tensors_of
 from memtrain.activations.saved.origin import is_parameter, storage_id
 from memtrain.activations.saved.store import Geometry, Storage
 
-_NONLINEAR = {node for node, row in KNOWN.items() if row.tensors[0].reason == DERIVATIVE}
 _CARRIES_PRODUCTS = (
     SAME_VALUES
     | MULTIPLIES
@@ -55,7 +52,7 @@ _CARRIES = (
         *("MaxPool2DWithIndicesBackward0", "MaxPool3DWithIndicesBackward0", "MaximumBackward0"),
         *("MinBackward0", "MinimumBackward0"),
     )
-    | _NONLINEAR
+    | {node for node, row in KNOWN.items() if row.tensors[0].reason == DERIVATIVE}
 )
 """These, and nodes whose output has functions of the elements, or those that a comparison chose.
 Their gradient may be largest where a product of two tensors is smallest: at the nearest point."""
@@ -78,12 +75,7 @@ class _Result:
     """A result of which its op saves the values, or a factor."""
 
     def __init__(
-        self,
-        node: Any,
-        saved: SavedBy,
-        x: Tensor,
-        storage: Storage,
-        save: Callable[[bool], None],
+        self, node: Any, saved: SavedBy, x: Tensor, storage: Storage, save: Callable[[bool], None]
     ) -> None:
         averaged = type(node) in MULTIPLIES and is_averaged(node, saved.attribute)
         self.readers = FACTOR_READERS if averaged else saved.readers or frozenset()
@@ -157,12 +149,7 @@ class Readers:
         self._allowed: dict[_Result, None] = {}
 
     def add(
-        self,
-        node: Any,
-        saved: SavedBy,
-        x: Tensor,
-        storage: Storage,
-        save: Callable[[bool], None],
+        self, node: Any, saved: SavedBy, x: Tensor, storage: Storage, save: Callable[[bool], None]
     ) -> None:
         """Let a result or a factor wait."""
         found = _Result(node, saved, x, storage, save)
@@ -262,26 +249,13 @@ def _scales(node: Any) -> bool:
     return False
 
 
-def may_wait(row: KnownOp, kind: type, tensors: Mapping[str, Tensor], *, derives: bool) -> bool:
+def may_wait(row: KnownOp, kind: type, tensors: Mapping[str, Tensor]) -> bool:
     """Return whether factors wait for what reads their product; if not, they are saved at once.
 
-    The factors of a matrix product wait only if both are computed. With `derives`, the product of
-    a nonlinearity's result is recomputed from its factors, which then do not wait.
+    The factors of a matrix product wait only if both are computed.
     """
-    if kind in PRODUCTS:
-        for saved in reversed(row.tensors):  # a weight mostly is the second
-            x = tensors.get(saved.attribute)
-            if x is None or (x if x._base is None else x._base).is_leaf or is_parameter(x):
-                return False
-        return True
-    if derives and kind in MULTIPLIES:
-        return not any(_is_gate(x) for x in tensors.values())
+    for saved in reversed(row.tensors if kind in PRODUCTS else ()):  # a weight mostly is the second
+        x = tensors.get(saved.attribute)
+        if x is None or (x if x._base is None else x._base).is_leaf or is_parameter(x):
+            return False
     return True
-
-
-def _is_gate(x: Tensor) -> bool:
-    """Return whether a tensor is the result of a nonlinearity, or a view or a cast of it."""
-    node: Any = x.grad_fn
-    while type(node) in VIEWS or type(node) in CASTS:
-        node = node.next_functions[0][0]
-    return type(node) in REPLACED_NODES or type(node) in _NONLINEAR

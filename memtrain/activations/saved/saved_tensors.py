@@ -12,7 +12,7 @@ from torch._C._autograd import _get_sequence_nr  # pyright: ignore[reportMissing
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.attention import KERNELS, FusedAttention
 from memtrain.activations.saved.checks import Checks
-from memtrain.activations.saved.derived import FINE, FORMULAS, SMOOTH, DerivedOutputs
+from memtrain.activations.saved.derived import FINE, FORMULAS, NONLINEAR, DerivedOutputs
 from memtrain.activations.saved.fit import Choose, decide
 from memtrain.activations.saved.flatten import memory_of
 from memtrain.activations.saved.handles import BITS, Kept, MaskBias
@@ -26,7 +26,7 @@ from memtrain.activations.saved.node_tensors import (
     saved_names,
     tensors_of,
 )
-from memtrain.activations.saved.options import Options
+from memtrain.activations.saved.options import PRODUCTS, SMOOTH, Options
 from memtrain.activations.saved.origin import is_parameter, storage_id, unsupported
 from memtrain.activations.saved.payload import make_handle
 from memtrain.activations.saved.readers import Readers, may_wait
@@ -45,6 +45,7 @@ from memtrain.activations.saved.site import (
 from memtrain.activations.saved.store import Handle, Storage, storage_of
 from memtrain.compressors import Compressor, Keep, Key
 
+_Chosen = Compressor | Keep | str
 _Tensors = Sequence[Tensor]
 _ALIVE = "its storage is kept alive by another save"
 _WEIGHT = "a weight, or made of weights alone"
@@ -83,10 +84,7 @@ class SavedTensors:
         self.store: dict[int, Storage] = {}
         """Storages of this forward, by their numbers."""
         self.derived = DerivedOutputs(self.store)
-        derives = self.options
-        self._formulas = (
-            FORMULAS if derives.derive_products else SMOOTH if derives.derive_smooth else {}
-        )
+        self._formulas = {SMOOTH: NONLINEAR, PRODUCTS: FORMULAS}.get(self.options.derives, {})
         self.readers = Readers()
         self.bool_mask = False
         """Whether the op that runs now was given an attention mask of bools."""
@@ -225,7 +223,7 @@ class SavedTensors:
         # Read before hooks are on the node: what is read later is decompressed.
         tensors = dict(tensors_of(node, saved_names(kind)))
         op, kernel, self._fused = row.op(node, function), KERNELS.get(kind), None
-        waits = may_wait(row, kind, tensors, derives=self.options.derive_products)
+        waits = may_wait(row, kind, tensors)
         if kernel is not None:
             op, self._fused = self.attention or op, FusedAttention(node, kernel, tensors)
             if self.checks is not None:
@@ -249,6 +247,8 @@ class SavedTensors:
         if self._fused is not None and self._fused.recomputes(name, x):
             hook(node, name, self._fused, partial(FusedAttention.read, attribute=name))
             self.record(x, site, 0, "", _RECOMPUTED, self._fused)
+            if self._formulas is FORMULAS and name == self._fused.output:
+                self.derived.part(node, name, self._fused, site.op)
             return True
         return bool(self.attention) and self._save_mask(node, name, site, x)
 
@@ -275,8 +275,7 @@ class SavedTensors:
             opaque = type(node) not in known_ops.ALL and not is_function(type(node))
             if opaque and self.records is not None:
                 self.records.note(
-                    Site(module, "*", "*"),
-                    f"saved by a node without attributes: {node.name()}",
+                    Site(module, "*", "*"), f"saved by a node without attributes: {node.name()}"
                 )
             return
         name = str(getattr(function, "__name__", node.name())).strip("_")
@@ -342,41 +341,53 @@ class SavedTensors:
         if isinstance(chosen, Keep) or chosen.is_identity:
             self.keep(x, site, chosen, node, saved.attribute)
             return
-        if not waits or exact is not None:
-            self._compress(node, saved, site, x, chosen)
+        derives = self.options.derives and saved.reason == LINEAR
+        source = self.derived.find(x, node) if derives else None
+        if waits and exact is None:
+            self._defer(node, saved, site, x, chosen, source)
             return
+        handle = self._compress(node, saved, site, x, chosen, source)
+        if handle is None or type(node) not in self._formulas:
+            return
+        if self._formulas is FORMULAS or 8 * handle.entry.nbytes >= FINE * x.numel():
+            self.derived.part(node, saved.attribute, handle, site.op)
 
-        version = x._version
+    def _defer(
+        self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor, source: Any
+    ) -> None:
+        """Compress a result or a factor when its readers are known, or keep it."""
+        version, kept, parts = x._version, None, dict[str, Any]()
+        if type(node) in self._formulas:
+            kept = Kept(x, x.detach())
+            parts = self.derived.part(node, saved.attribute, source or kept, site.op)
 
         def save(compress: bool) -> None:
+            handle = None
             if compress and x._version == version:  # else the backward raises
-                self._compress(node, saved, site, x, chosen)
+                handle = self._compress(node, saved, site, x, chosen, source)
             else:
                 self.keep(x, site, UNKNOWN_READER, node, saved.attribute)
+            parts[saved.attribute] = handle or kept
 
-        self.readers.add(node, saved, x, storage_of(self.store, x, number), save)
+        self.readers.add(node, saved, x, storage_of(self.store, x, storage_id(x)), save)
 
     def _compress(
-        self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Compressor
-    ) -> None:
-        derives = self.options.derive_outputs and saved.reason == LINEAR
-        source = self.derived.find(x, node) if derives else None
+        self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Any, source: Any = None
+    ) -> Any:
+        """Register a payload, or the derived output `source`; None if the tensor is kept."""
         if source is not None:
+            source.nbytes = self.derived.nbytes.pop(source.source, 0)
             self._register(node, saved.attribute, source, x, site, chosen)
             self.record(x, site, source.nbytes, "derived", _DERIVED, source, source.op)
-            if type(node) in self._formulas:
-                self.derived.part(node, saved.attribute, source, site.op)
-            return
+            return source
         handle = self.compress(x, site, chosen, node)
         if handle is None:
             self.keep(x, site, "its payload would be no smaller", node, saved.attribute)
-            return
+            return None
         self._register(node, saved.attribute, handle, x, site, chosen)
-        is_fine = self.options.derive_products or 8 * handle.entry.nbytes >= FINE * x.numel()
-        if is_fine and type(node) in self._formulas:
-            self.derived.part(node, saved.attribute, handle, site.op)
         if self.watch is not None:
             self.watch.saved(site, x.detach(), node, handle.entry)
+        return handle
 
     def compress(
         self, x: Tensor, site: Site, chosen: Compressor, node: Any = None
@@ -391,13 +402,7 @@ class SavedTensors:
         return handle
 
     def _register(
-        self,
-        node: Any,
-        attribute: str,
-        handle: Any,
-        x: Tensor,
-        site: Site,
-        compressor: Compressor | None = None,
+        self, node: Any, attribute: str, handle: Any, x: Tensor, site: Site, compressor: Any = None
     ) -> None:
         if self.checks is not None:
             handle = self.checks.around(handle, x, site, compressor)
@@ -407,12 +412,7 @@ class SavedTensors:
             hook(node, attribute, handle)
 
     def keep(
-        self,
-        x: Tensor,
-        site: Site,
-        chosen: Compressor | Keep | str,
-        node: Any = None,
-        attribute: str = "",
+        self, x: Tensor, site: Site, chosen: _Chosen, node: Any = None, attribute: str = ""
     ) -> None:
         """Keep a tensor: payloads of its storage are dropped, and their handles return the tensor.
 

@@ -89,11 +89,7 @@ ROWS = {
         {"conv_transpose3d / input": 1728},
         ((4, 6, 2, 2, 2),),
     ),
-    "softmax": Row(
-        lambda x: F.softmax(x, -1) @ HALF,
-        [(96, 32)],
-        {"softmax / saved": 96 * 32},
-    ),
+    "softmax": Row(lambda x: F.softmax(x, -1) @ HALF, [(96, 32)], {"softmax / saved": 96 * 32}),
     "attention, flash": Row(
         attention(SDPBackend.FLASH_ATTENTION),
         QKV,
@@ -146,7 +142,7 @@ def step(model, inputs, grad=None, choose=None):
     """Gradients of one step, and what it kept."""
     records, interception = [], None
     if choose is not None:
-        interception = intercept(model, choose, records, derive_outputs=False)
+        interception = intercept(model, choose, records, derives=0)
     torch.manual_seed(1)
     y = model(*inputs)
     if interception is not None:
@@ -233,7 +229,7 @@ def test_embedding_keeps_narrow_indices_and_its_gradient_is_exact():
 
     model, index, records = Embedded(), torch.arange(2000) % 200, []
     plain = torch.autograd.grad(model(index).square().sum(), model.table.weight)[0]
-    intercept(model, lambda site: EIGHT, records, derive_outputs=False)
+    intercept(model, lambda site: EIGHT, records, derives=0)
     ours = torch.autograd.grad(model(index).square().sum(), model.table.weight)[0]
     (kept,) = [r for r in records if r.site.op == "embedding" and r.compressor]
     assert (kept.nbytes, kept.planned) == (16000, 2000)

@@ -149,7 +149,7 @@ def test_a_model_that_writes_its_norm_out_is_intercepted():
     model = nn.Sequential(nn.Linear(64, 96), cls(96), nn.Linear(96, 8))
     x = torch.randn(32, 64)
     plain = model(x)
-    intercept(model, lambda site: Group(bits=4), records, derive_outputs=False)
+    intercept(model, lambda site: Group(bits=4), records, derives=0)
     assert torch.equal(model(x), plain)
     norms = [r for r in records if r.site.module == "1" and r.planned]
     assert {r.site.op for r in norms} == {"rms_norm"}

@@ -5,13 +5,7 @@ import copy
 import torch
 from torch import nn
 
-from tests.activations.proof.comparison import (
-    flat,
-    judge,
-    parameter_gradients,
-    quality,
-    wrapped,
-)
+from tests.activations.proof.comparison import flat, judge, parameter_gradients, quality, wrapped
 
 PROMISED = 0.98
 """The least cosine of `balanced` that docs/guides/activations.md states."""

@@ -19,15 +19,7 @@ import pytest
 import torch
 
 from memtrain.compressors.fewbit.functions import FAMILIES
-from tests.activations.proof.comparison import (
-    Holder,
-    Verdict,
-    all_same,
-    flat,
-    judge,
-    step,
-    wrapped,
-)
+from tests.activations.proof.comparison import Holder, Verdict, all_same, flat, judge, step, wrapped
 from tests.activations.proof.op_samples import (
     GROWING,
     enlarged,

@@ -41,8 +41,7 @@ class GEGLU(SwiGLU):
 
 
 def attached(model, choose, *, derive=True, products=False, records=None):
-    options = {"derive_outputs": derive, "derive_smooth": derive, "derive_products": products}
-    return intercept(model, choose, records, **options)
+    return intercept(model, choose, records, derives=derive and 2 + products)
 
 
 def gradients(model, x):
@@ -143,6 +142,65 @@ def test_what_is_written_to_is_not_derived(make, write, products):
     interception.detach()
     for a, b in zip(found, exact, strict=True):
         assert cosine(a, b) > 0.999
+
+
+def test_the_result_of_attention_is_recomputed_for_what_saves_it():
+    model, x = nn.Sequential(nn.Linear(64, 192), nn.Linear(64, 64)), torch.randn(8, 32, 64)
+    model.write = nn.Identity()
+
+    def forward(x):
+        q, k, v = (t.unflatten(-1, (4, 16)).transpose(1, 2) for t in model[0](x).chunk(3, -1))
+        y = model.write(F.scaled_dot_product_attention(q, k, v, is_causal=True))
+        return model[1](y.transpose(1, 2).flatten(2))
+
+    model.forward = forward
+    exact, records = gradients(model, x), []
+    attached(model, lambda site: GROUP, products=True, records=records)
+    for a, b in zip(gradients(model, x), exact, strict=True):
+        assert cosine(a, b) > 0.999
+    (row,) = [row for row in records if row.site.module == "1"]
+    assert (row.planned, row.reason[:10]) == (0, "recomputed")
+    model.write.forward = View.apply  # the backward of attention reads what was written, as torch's
+    assert cosine(gradients(model, x)[3], exact[3]) < -0.999
+
+
+@pytest.mark.parametrize("cast", [torch.float32, torch.float64])
+@pytest.mark.parametrize(
+    ("rank", "rows", "derived"), [(4, 256, True), (4, 16, False), (65, 1024, False)]
+)
+def test_an_adapters_output_is_recomputed_for_what_saves_it(rank, rows, derived, cast):
+    """As DoRA multiplies it by a vector; a copy of the adapter's weight takes its bytes."""
+    model, x = nn.Sequential(nn.Linear(64, rank), nn.Linear(rank, 64, bias=False)), None
+    model.scale, x = nn.Parameter(torch.rand(64).to(cast)), torch.randn(rows // 8, 8, 64)
+    model.last = nn.Linear(64, 64, dtype=cast)
+    model.forward = lambda x: model.last(model.scale * model[1](model[0](x)).to(cast))
+    exact, records = gradients(model, x), []
+    attached(model, lambda site: GROUP, products=True, records=records)
+    for a, b in zip(gradients(model, x), exact, strict=True):
+        assert cosine(a, b) > 0.999
+    (row,) = [row for row in records if row.site.op == "mul" and row.site.tensor == "input1"]
+    assert row.reason.startswith("recomputed") is derived
+    assert row.planned == (64 * rank * 4 if derived else rows * 64 + rows * 64 // 256 * 8)
+    y = model(x).sum()
+    model[1].weight.data.zero_()  # without a version, as an update in place may be
+    assert torch.autograd.grad(y, model.scale)[0].norm() > 0
+
+
+@pytest.mark.parametrize("saves_too", [False, True])
+def test_a_product_is_not_recomputed_from_a_payload_that_its_gradient_meets_again(saves_too):
+    """The last layer's gradient reaches `first`, which saves a factor, with the product in it."""
+    model, records = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)), []
+
+    def forward(x):
+        h, u = model[0](x), model[1](x)
+        first = model[2](h if saves_too else u.detach() + x)
+        return model[3](first * (h * u))
+
+    model.forward = forward
+    attached(model, lambda site: GROUP, products=True, records=records)
+    model(torch.randn(64, 64))
+    derived = [row.site.tensor for row in records if row.compressor == "derived"]
+    assert ("input1" in derived) is not saves_too
 
 
 NARROW, WIDE, EIGHT = torch.bfloat16, torch.float32, torch.float8_e4m3fn

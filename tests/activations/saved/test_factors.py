@@ -16,11 +16,12 @@ ELEMENTWISE = {
     "a tensor and its copy": lambda h: h.clone() * h.double().float(),
     "two tensors": lambda h: h.abs() * h.abs().roll(1, 1),
     "a tensor and itself without a gradient": lambda h: h * h.detach(),
+    "a gate": lambda h: F.silu(h) * h,
 }
 MATRIX = {
     "a matrix product": lambda h: (
         h.abs().view(64, 16, 4) @ h.abs().roll(1, 0).view(64, 4, 16)
-    ).reshape(64, 256)[:, ::4],
+    ).reshape(64, 256)[:, ::4]
 }
 SMALL = {
     "a root": lambda s: (s + 1e-6).sqrt(),

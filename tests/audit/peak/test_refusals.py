@@ -39,11 +39,7 @@ class Returning(nn.Linear):
 
 @pytest.mark.parametrize(
     ("kind", "match"),
-    [
-        (Branching, "_local_scalar_dense"),
-        (Selecting, "nonzero"),
-        (Returning, "numpy"),
-    ],
+    [(Branching, "_local_scalar_dense"), (Selecting, "nonzero"), (Returning, "numpy")],
 )
 def test_control_flow_that_depends_on_data_is_said_and_can_be_measured(kind, match):
     model = kind(8, 8)
