@@ -46,7 +46,7 @@ def backend(name: str) -> Iterator[None]:
 
     `"reference"` is pure torch. `"triton"` takes CUDA tensors, and CPU tensors if
     `TRITON_INTERPRET=1` was set before triton's import. `"cpu"` is the C++ library, and the
-    reference for patches and for rounding to float formats.
+    reference for patches, norms and rounding to float formats.
 
     Example:
         >>> with backend("reference"):

@@ -8,7 +8,6 @@ from memtrain.kernels.dispatch import backend
 from memtrain.kernels.group import group
 from memtrain.kernels.norm import norm
 from memtrain.kernels.norm.norm import norm_quantize
-from tests.kernels.steps import by_threads, every_level, instructions
 
 FORMS = {
     "layer": {"centred": True, "narrow": False},
@@ -16,15 +15,6 @@ FORMS = {
     "llama": {"centred": False, "narrow": True},
 }
 every_form = pytest.mark.parametrize("form", FORMS)
-SIZES = [
-    (5, 768, 256),
-    (1, 8, 8),
-    (7, 24, 8),
-    (3, 520, 104),
-    (5, 200, 40),
-    (2, 4096, 256),
-    (0, 256, 256),
-]
 
 
 def example(rows, size, dtype, offset=3.0):
@@ -55,32 +45,6 @@ def test_reference_matches_a_worked_case():
     y, rstd, *_ = on("reference", x, 8, None, None, 0.0, centred=False, codes=codes)
     torch.testing.assert_close(rstd, torch.tensor([5**-0.5]))
     torch.testing.assert_close(y, x * 5**-0.5)
-
-
-@every_form
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("shape", SIZES, ids=str)
-def test_the_c_library_equals_the_reference(shape, dtype, form):
-    rows, size, group_size = shape
-    arguments = example(rows, size, dtype)
-    for codes in (options(4, group_size, 5), options(3, group_size, -9, False, True)):
-        found = on("cpu", *arguments, codes=codes, **FORMS[form])
-        expected = on("reference", *arguments, codes=codes, **FORMS[form])
-        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-@every_level
-def test_every_instruction_set_equals_the_reference(level):
-    arguments = example(9, 264, torch.float32)
-    expected = on("reference", *arguments, codes=options(4, 88))
-    with instructions(level):
-        found = on("cpu", *arguments, codes=options(4, 88))
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
-def test_threads_do_not_change_the_result():
-    arguments = example(600, 256, torch.float32)
-    assert all(map(torch.equal, *by_threads(lambda: on("cpu", *arguments))))
 
 
 @every_form
@@ -129,12 +93,12 @@ def test_the_value_is_as_near_to_float64_as_torchs(dtype, offset):
     wide = [t.double() for t in (x, weight, bias)]
     for ours, theirs, truth in (
         (
-            on("cpu", x, size, weight, bias)[0],
+            on("reference", x, size, weight, bias)[0],
             F.layer_norm(x, (size,), weight, bias),
             F.layer_norm(wide[0], (size,), *wide[1:]),
         ),
         (
-            on("cpu", x, size, weight, None, centred=False)[0],
+            on("reference", x, size, weight, None, centred=False)[0],
             F.rms_norm(x, (size,), weight, 1e-5),
             F.rms_norm(wide[0], (size,), wide[1], 1e-5),
         ),
@@ -147,9 +111,8 @@ def test_the_value_is_as_near_to_float64_as_torchs(dtype, offset):
     ("name", "bad"),
     [
         ("reference", torch.nan),
-        ("cpu", torch.nan),
-        ("cpu", torch.inf),
-        ("cpu", -torch.inf),
+        ("reference", torch.inf),
+        ("reference", -torch.inf),
         ("triton", torch.inf),
     ],
 )
@@ -171,7 +134,7 @@ def test_bad_numbers_stay_in_their_row(name, bad):
     assert not packed[4:6].any()
 
 
-@pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
+@pytest.mark.parametrize("name", ["reference", "triton"])
 def test_a_constant_row_is_zero(name):
     if name == "triton":
         pytest.importorskip("triton")

@@ -1,44 +1,38 @@
 """Layer and RMS norm and the quantised normalised input in one pass: contract, reference, dispatch.
 
 The composition (torch's norm, the norm again without weights, `group_quantize`) reads x twice and
-writes and reads a tensor of its size besides.
+writes and reads a tensor of its size besides. On a CPU it is no slower.
 """
 
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from memtrain.kernels import cpu
 from memtrain.kernels.dispatch import backend_of, choose, copies, is_plain, register
 from memtrain.kernels.group import group
 from memtrain.kernels.random.philox import signed
 
-LANES = 32
-"""A row's sum has this many running sums, which are then added by halves."""
 MAX_ROW = 16384
-"""The longest row, which stays in the cache of a CPU core or GPU after its first read."""
+"""The longest row, which stays in a GPU's cache after its first read."""
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-
 Codes = tuple[int, int, int, bool, bool]
 """Arguments of `group_quantize` for x_hat: bits, group size, seed, stochastic, wide."""
-_KNOWN = {"cpu": (torch.float32, torch.bfloat16), "triton": _DTYPES}
 
 
 def fits(x: Tensor, size: int, group_size: int) -> bool:
     """Return whether `norm_quantize` has a kernel for rows of `size` elements.
 
     Rows must be whole groups of at most `MAX_ROW` elements, the group size a multiple of 8, and `x`
-    contiguous with a dtype of its device's kernel.
+    contiguous with a dtype of the kernel and its device a GPU.
     """
     whole = 0 < size <= MAX_ROW and size % group_size == 0 and group_size % 8 == 0
     if not whole or x.numel() == 0 or not x.is_contiguous():
         return False
-    return x.dtype in _KNOWN.get(backend_of(x), ())
+    return x.dtype in _DTYPES and backend_of(x) == "triton"
 
 
 def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
@@ -55,10 +49,9 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     """Normalise the rows of `x`, and quantise `x_hat` without storing it.
 
     In float32, for each row: `mean = sum(x) / size` (0 unless `centred`), `d = x - mean`, `rstd = 1
-    / sqrt(sum(d * d) / size + eps)`, `x_hat = d * rstd`, `y = x_hat * weight + bias`. The reference
-    and the C++ kernel add in the same order (`LANES`) and are equal; Triton adds in another order.
-    A NaN or an Inf makes its own row NaN. With `narrow`, x_hat is rounded to the dtype of `x`
-    before the product, as in Llama's norm.
+    / sqrt(sum(d * d) / size + eps)`, `x_hat = d * rstd`, `y = x_hat * weight + bias`. Triton adds
+    in another order than the reference. A NaN or an Inf makes its own row NaN. With `narrow`, x_hat
+    is rounded to the dtype of `x` before the product, as in Llama's norm.
 
     Returns:
         y: Shape and dtype of `x`.
@@ -90,9 +83,8 @@ def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Compute `norm_quantize` in plain torch with float32 weight and bias: the definition."""
     rows = x.reshape(-1, size).float()
-    mean = _sums(rows) / size if centred else 0.0
-    d = rows - mean
-    mean_square = _sums(d * d) / size + eps
+    d = rows - rows.mean(1, keepdim=True) if centred else rows
+    mean_square = d.square().mean(1, keepdim=True) + eps
     # float32's root through float64: torch's vectorised float32 roots are off by a last place.
     rstd = 1.0 / mean_square.double().sqrt().float()
     x_hat = d * rstd
@@ -100,18 +92,6 @@ def reference(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     y = (value * weight + bias).to(x.dtype)
     packed, bounds = group.quantize_reference(x_hat, *codes)
     return y.view(x.shape), rstd.view(-1), packed, bounds
-
-
-def _sums(rows: Tensor) -> Tensor:
-    """Return each row's sum, in the order of the C++ kernel: [rows, 1]."""
-    lanes = F.pad(rows, (0, -rows.shape[1] % LANES)).unflatten(1, (-1, LANES))
-    total = torch.zeros_like(lanes[:, 0])
-    for k in range(lanes.shape[1]):
-        total = total + lanes[:, k]
-    while total.shape[1] > 1:
-        half = total.shape[1] // 2
-        total = total[:, :half] + total[:, half:]
-    return total
 
 
 def _check(x: Tensor, size: int, parameters: Sequence[Tensor | None], group_size: int) -> None:
@@ -154,18 +134,11 @@ def _norm(
     y, rstd, packed, bounds = _empty(x, size, weight, bias, *flags, *codes)
     weight = x.new_ones(size, dtype=torch.float32) if weight is None else _flat(weight)
     bias = x.new_zeros(size, dtype=torch.float32) if bias is None else _flat(bias)
-    chosen = choose(x)
-    if x.dtype not in _KNOWN.get(chosen, ()):
+    if choose(x) != "triton":
         return reference(x, size, weight, bias, *flags, codes)
-    if chosen == "triton":
-        from memtrain.kernels.norm import norm_triton
+    from memtrain.kernels.norm import norm_triton
 
-        norm_triton.quantize(x, weight, bias, y, rstd, packed, bounds, size, *flags, codes)
-    else:
-        sizes, *options, wide = (rstd.numel(), size, float(eps), centred, narrow), *codes
-        is_bf16 = x.dtype == torch.bfloat16
-        arguments = (x, is_bf16, weight, bias, y, rstd, *sizes, packed, bounds, wide, *options)
-        cpu.call("mt_norm_quantize", *arguments)
+    norm_triton.quantize(x, weight, bias, y, rstd, packed, bounds, size, *flags, codes)
     return y, rstd, packed, bounds
 
 

@@ -1,14 +1,46 @@
 // Min/max group quantisation (definition: kernels/group/group.py).
 #ifndef MT_LANES
 #define MT_SELF "group/group.cpp"
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <vector>
 
-#include "group/group.h"
 #include "floats/runs.h"
 #include "packing/codes.h"
 
 namespace memtrain {
+
+struct Quantizer {
+  uint8_t* codes;
+  void* bounds;
+  int64_t wide, bits, size, seed, stochastic;
+};
+
+// Groups that are worked on together: what is read again is still in the nearest cache. An even
+// number, since two groups share their draws.
+inline int64_t groups_together(int64_t size) {
+  return std::max<int64_t>(4096 / size / 2 * 2, 2);
+}
+
+// Room for such groups, and for what vectors reach past their ends; in whole cache lines.
+class Scratch {
+  struct alignas(64) Line {
+    uint8_t bytes[64];
+  };
+  std::vector<Line> words_, numbers_, bytes_;
+
+ public:
+  const int64_t stride;  // from one of a draw's four words to the next
+  explicit Scratch(int64_t size)
+      : words_((groups_together(size) / 2 + 1) * (size / 8) / 4 + 8),
+        numbers_(groups_together(size) * size / 16 + 2),
+        bytes_(size / 64 + 2),
+        stride(static_cast<int64_t>(words_.size()) / 4 * 16) {}
+  int32_t* words() { return reinterpret_cast<int32_t*>(words_.data()); }
+  float* numbers() { return reinterpret_cast<float*>(numbers_.data()); }
+  uint8_t* bytes() { return bytes_.data()->bytes; }
+};
 
 constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
 
@@ -81,13 +113,6 @@ namespace memtrain {
 static void quantize_tile(const float* x, int64_t first, int64_t count, const Quantizer& to,
                           Scratch& scratch, int64_t left) {
   MT_DISPATCH(quantize_tile(x, first, count, to, scratch, left));
-}
-
-void quantize_groups(const float* x, int64_t begin, int64_t end, const Quantizer& to,
-                     Scratch& scratch) {
-  const int64_t together = groups_together(to.size);
-  for (int64_t g = begin; g < end; g += together, x += together * to.size)
-    quantize_tile(x, g, std::min(together, end - g), to, scratch, together * to.size);
 }
 
 static void quantize_range(const Job& job, int64_t begin, int64_t end, Scratch& scratch) {
