@@ -21,6 +21,7 @@ from memtrain.activations.intercept.graph_nodes import (
     is_tensor,
     source_name,
 )
+from memtrain.activations.ops.norm_calls import FEW as FEW_NORMALIZED
 from memtrain.activations.saved.averages import FEW
 from memtrain.activations.saved.payload_ops import compress_op
 
@@ -40,12 +41,12 @@ FACTORS = _PRODUCTS | {"mul", "imul", "multiply", "rmul", "pow", "square"}
 _SUMS = ("sum", "mean", *AVERAGE_POOLS)
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _MASKS = (aten.where.self, aten.masked_fill.Scalar)
-_SAME_VALUES = (*VIEWS, *_CASTS, *_MASKS, aten.expand.default)
+_SAME_VALUES = (*VIEWS, *_CASTS, *_MASKS, aten.expand.default, aten.slice.Tensor, aten.select.int)
 _CHOOSES = (*_MASKS, aten.mul.Tensor, aten.index.Tensor, aten.index_select.default)
 _CARRIES = {*_SAME_VALUES, *_CHOOSES, getitem}
 _CARRIES |= {getattr(aten, name).default for name in ("neg", "cat", "stack", "repeat", "copy")}
 _CARRIES |= {aten.constant_pad_nd.default, aten.flip.default, aten.roll.default}
-_CARRIES |= {aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.unbind.int}
+_CARRIES |= {aten.split.Tensor, aten.unbind.int}
 _CARRIES |= {aten.split_with_sizes.default, aten.native_dropout.default, aten.index_add.default}
 _CARRIES |= {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _CARRIES |= {aten.mul.Scalar, aten.div.Scalar}
@@ -186,6 +187,19 @@ class GraphReaders:
         choices = [arg for arg in user.all_input_nodes if arg in self.constants]
         entries = max((example(arg).numel() for arg in choices), default=0)
         return FEW * entries > example(user).numel()
+
+
+def normalizes_few(ops: Collection[Node], name: str) -> bool:
+    """Return whether a norm divides by the deviation of few elements.
+
+    Of coded elements it is another one. `name` is the norm's, and `ops` are its nodes.
+    """
+    sizes = [
+        _averages(op, op.args[0], name)
+        for op in ops
+        if op.args and isinstance(op.args[0], Node) and is_tensor(op.args[0])
+    ]
+    return name in NORMS and any(1 < size <= FEW_NORMALIZED for size in sizes)
 
 
 def _averages(user: Node, node: Node, name: str) -> int:

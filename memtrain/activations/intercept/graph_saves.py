@@ -240,13 +240,16 @@ def decompress_late(graph: Graph) -> None:
 
 
 def recompute_attention(graph: Graph, coded: Collection[str]) -> None:
-    """Recompute the results of fused attention for coded queries and keys (`FusedAttention`)."""
+    """Recompute the results of fused attention if they or its inputs are coded (`FusedAttention`).
+
+    The gradient of scores is a difference of what is computed of the values and of the result.
+    """
     kernels = {kernel.backward: kernel for kernel in KERNELS.values()}
     for node in _calls(graph, *kernels):
         kernel: Any = kernels[node.target]
         names = [argument.name for argument in kernel.backward._schema.arguments]
         args: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-        if not any(_is_coded(args[name], coded) for name in ("query", "key")):
+        if not any(_is_coded(args[name], coded) for name in ("query", "key", "value", "out")):
             continue
         options = {name: args[name] for name in ("is_causal", "scale") if name in args}
         tensors = [args.get(name) for name in kernel.inputs]

@@ -21,7 +21,12 @@ from memtrain.activations.intercept.graph_nodes import (
     storage_of,
     stripped,
 )
-from memtrain.activations.intercept.graph_readers import FACTORS, RESULTS, GraphReaders
+from memtrain.activations.intercept.graph_readers import (
+    FACTORS,
+    RESULTS,
+    GraphReaders,
+    normalizes_few,
+)
 from memtrain.activations.intercept.replaced_ops import recogniser
 from memtrain.activations.saved.attention import KERNELS
 from memtrain.activations.saved.fit import FLOATS
@@ -186,10 +191,14 @@ class GraphSites:
         if any(self._read.misread_result(stripped(saved), op) for op in results):
             return True
         for reader in self._readers(saved):
-            if source_name(reader.meta["fwd_source_fn_stack"]) not in FACTORS or _in_one_op(reader):
-                continue
+            op = source_name(reader.meta["fwd_source_fn_stack"])
             ops = self._ops.get(reader.meta.get("seq_nr", -1), [])
-            if self._read.misread_product(ops, saved):
+            # The backward computes the result anew, from an input that is coded.
+            if normalizes_few(ops, op):
+                return True
+            if ops and RESULTS.get(op) and self._read.misread_result(ops[-1], op):
+                return True
+            if op in FACTORS and not _in_one_op(reader) and self._read.misread_product(ops, saved):
                 return True
         return False
 

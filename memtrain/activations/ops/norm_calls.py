@@ -24,10 +24,11 @@ _NORMS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
 NAMES = tuple(_NORMS)
 FEW = 19
 """Values of a channel up to which batch and instance norms are ops of their own in rules,
-`small_batch_norm` and `small_instance_norm`. Their backward removes two of N directions: noise
-of variance v in x_hat is 2 v / (N - 2) of the squared gradient that is left, where that is random.
-With 4 bits in groups of 128, v = 0.02, two norms lose more than the 4-bit codes of the hardswish
-between them (0.0047) up to N = 19; with 6 bits, v = 0.0011, from N = 3 on they lose no more."""
+`small_batch_norm` and `small_instance_norm`; other norms of so few are torch's. Their backward
+removes two of N directions: noise of variance v in x_hat is 2 v / (N - 2) of the squared
+gradient that is left, where that is random. With 4 bits in groups of 128, v = 0.02, two norms
+lose more than the 4-bit codes of the hardswish between them (0.0047) up to N = 19; with 6 bits,
+v = 0.0011, from N = 3 on they lose no more."""
 
 
 def least_size(op: str, shape: Sequence[int], *node: Any) -> int:
@@ -66,9 +67,11 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
     options = {key: values[key] for key in ("weight", "bias", "eps", "momentum") if key in values}
     if name in ("layer_norm", "rms_norm"):
         shape = tuple(values["normalized_shape"])
-        return _call(name, x, shape, **options)
+        return None if prod(shape) <= FEW else _call(name, x, shape, **options)
     if name == "group_norm":
-        return None if values["num_groups"] < 1 else _call(name, x, values["num_groups"], **options)
+        groups = values["num_groups"]
+        few = groups < 1 or x[0].numel() <= FEW * groups
+        return None if few else _call(name, x, groups, **options)
     uses_batch = values.get("training" if name == "batch_norm" else "use_input_stats", False)
     samples = x.numel() // x.shape[1] if name == "batch_norm" else x[0, 0].numel()
     if len(args) > len(names) or "cudnn_enabled" in values or not uses_batch or samples < 2:
@@ -132,6 +135,8 @@ def recognise_module(variant: str, module: nn.Module, x: Tensor) -> Call | None:
     eps = getattr(module, "variance_epsilon", getattr(module, "eps", None))
     weight = getattr(module, "weight", None)
     if not isinstance(eps, float) or x.dim() == 0 or x.numel() == 0 or x.element_size() > 4:
+        return None
+    if x.shape[-1] <= FEW:
         return None
     if weight is None and getattr(module, "with_scale", None) is False:
         return _call("rms_norm", x, x.shape[-1:], None, eps)

@@ -199,7 +199,8 @@ class DerivedOutputs:
         output, was_cast = self._output_of(x)
         if output is None:
             return None
-        output = output._replace(nodes=output.nodes.union(*self._savers(output.source)))
+        if output.source in self._parts:
+            output = output._replace(nodes=output.nodes.union(*self._savers(output.source)))
         if flows_into(node, x.grad_fn, output.nodes):
             return None
         storage = self._store.get(output.storage)

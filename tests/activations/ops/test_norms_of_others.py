@@ -97,18 +97,18 @@ def test_modules_of_other_code_are_left_alone():
     class HalfRMSNorm(nn.Module):
         def __init__(self):
             super().__init__()
-            self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+            self.weight, self.eps = nn.Parameter(torch.ones(64)), 1e-6
 
         def forward(self, x):
             return 0.5 * self.weight * x
 
-    x = torch.randn(2, 8)
+    x = torch.randn(2, 64)
     assert recogniser(HalfRMSNorm) is None
     assert recogniser(nn.RMSNorm) is None
     (cls, *_) = _written_out()["llama"]
-    module = cls(8)
+    module = cls(64)
     assert recogniser(cls)(module, x) is not None
-    assert recogniser(cls)(module, torch.randn(2, 4)) is None
+    assert recogniser(cls)(module, torch.randn(2, 32)) is None
 
 
 @pytest.mark.parametrize("of", ["class", "module"])

@@ -35,11 +35,11 @@ class Model(nn.Module):
         return self.op(self.first(x)) + 0
 
 
-def with_and_without(model, x, cfg="activations_only"):
+def with_and_without(model, x, cfg="activations_only", run=lambda model: model):
     """The gradient of the first weight without memtrain and with it, and the plan's entries."""
     (exact,) = torch.autograd.grad(model(x).sum(), model.first.weight)
     model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), cfg)
-    (mine,) = torch.autograd.grad(model(x).sum(), model.first.weight)
+    (mine,) = torch.autograd.grad(run(model)(x).sum(), model.first.weight)
     return exact.flatten(), mine.flatten(), memtrain.plan_of(model).entries("activation")
 
 
@@ -211,32 +211,23 @@ def test_what_waits_for_its_readers_and_is_changed_meanwhile_raises_as_the_basel
 
 
 def test_the_dropout_of_attention_is_saved_in_bits():
-    class Attention(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.qkv = nn.Linear(64, 192)
+    def attend(h):
+        q, k, v = h.view(4, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum()
 
-        def forward(self, x):
-            q, k, v = self.qkv(x).view(4, 64, 3, 4, 16).permute(2, 0, 3, 1, 4)
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=0.1).sum()
-
-    torch.manual_seed(0)
-    model = Attention()
-    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters(), lr=0.1), "activations_only")
-    model(torch.randn(4, 64, 64)).backward()
-    (entry,) = (
-        entry
-        for entry in memtrain.plan_of(model).entries("activation")
-        if entry.site.endswith("scaled_dot_product_attention / saved")
-    )
+    model, x = Model(attend), torch.randn(4, 64, 64)
+    model.first = nn.Linear(64, 192)
+    given = model, torch.optim.SGD(model.parameters()), x, "activations_only"
+    assert predict(*given).peak.nbytes == measure(*given).peak.nbytes
+    model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), "activations_only")
+    model(x).backward()
+    entries = memtrain.plan_of(model).entries("activation")
+    (entry,) = (e for e in entries if e.site.endswith("scaled_dot_product_attention / saved"))
     scores, inputs = 4 * 4 * 64 * 64, 3 * 4 * 64 * 64
     group = 4 + 32 / 128  # bits per element, with two bounds in bfloat16 per group
     assert entry.planned == pytest.approx(
         (scores * (2 * group + 1) + inputs * group) / 8, rel=0.001
     )
-    model = Attention()
-    given = model, torch.optim.SGD(model.parameters()), torch.randn(4, 64, 64), "activations_only"
-    assert predict(*given).peak.nbytes == measure(*given).peak.nbytes
 
 
 @pytest.mark.parametrize(
