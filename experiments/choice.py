@@ -105,7 +105,7 @@ def train(name: str, variant: str, seed: int, lr: float, steps: int) -> Row:
     source = task.source(seed)
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    model = task.model().to(device, chosen.dtype)
+    model = task.model().to(device, chosen.dtype).train()  # a pre-trained one is in eval mode
     blocks = _checkpoint(model) if chosen.checkpointing else 0
     options = {"lr": lr, "betas": (0.9, 0.99), "weight_decay": task.weight_decay}
     optimizer: Any = chosen.make(groups_of(model), **options)

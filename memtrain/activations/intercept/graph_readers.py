@@ -38,7 +38,8 @@ RESULTS = {
 """Op whose result is saved -> ops that may read the result compressed."""
 FACTORS = _PRODUCTS | {"mul", "imul", "multiply", "rmul", "pow", "square"}
 """Sources of ops that save factors."""
-_SUMS = ("sum", "mean", *AVERAGE_POOLS)
+_SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
+LOGARITHMS = ("cross_entropy", "log_softmax")
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _MASKS = (aten.where.self, aten.masked_fill.Scalar)
 _SAME_VALUES = (*VIEWS, *_CASTS, *_MASKS, aten.expand.default, aten.slice.Tensor, aten.select.int)
@@ -90,6 +91,13 @@ class GraphReaders:
             return is_same or name == "dropout" or user.target in _SAME_VALUES
 
         return _is_misread(start, lambda user, node, name: name in RESULTS[op], carries, ())
+
+    def misread_logarithm(self, start: Node) -> bool:
+        """Return whether an op reads log-probabilities whose gradient is largest where they are 0.
+
+        There the gradient of the scores is a difference of numbers that are nearly equal.
+        """
+        return self._misread(start, False, ())
 
     def misread_product(self, ops: Collection[Node], saved: Node) -> bool:
         """Return whether an op that may not reads the product of which the tensor is a factor.
@@ -204,7 +212,7 @@ def normalizes_few(ops: Collection[Node], name: str) -> bool:
 
 def _averages(user: Node, node: Node, name: str) -> int:
     """Return how many elements of a node an average adds up; 0 for other ops."""
-    if name in _SUMS or name in NORMS:
+    if user.target in _SUMS or name in (*AVERAGE_POOLS, *NORMS):
         values = user.meta["val"]  # the second of a norm, or of var_mean, is a statistic
         out = values[1] if isinstance(values, tuple) else values
         return example(node).numel() // (int(out.numel()) or sys.maxsize)

@@ -23,6 +23,7 @@ from memtrain.activations.intercept.graph_nodes import (
 )
 from memtrain.activations.intercept.graph_readers import (
     FACTORS,
+    LOGARITHMS,
     RESULTS,
     GraphReaders,
     normalizes_few,
@@ -197,6 +198,8 @@ class GraphSites:
             if normalizes_few(ops, op):
                 return True
             if ops and RESULTS.get(op) and self._read.misread_result(ops[-1], op):
+                return True
+            if ops and op in LOGARITHMS and self._read.misread_logarithm(ops[-1]):
                 return True
             if op in FACTORS and not _in_one_op(reader) and self._read.misread_product(ops, saved):
                 return True

@@ -1,5 +1,7 @@
 """Kinds of saved tensors: an ordinary one, a parameter's memory, one that cannot be packed."""
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as _wrapped
@@ -11,7 +13,6 @@ from memtrain.activations.saved.known_ops import ACCUMULATE, COPY, STAND_INS
 PLAIN = (Tensor, nn.Parameter, FakeTensor)
 """Types of the tensors that are compressed."""
 
-_STEPS = 6
 _STRIDED = torch.strided
 
 
@@ -46,17 +47,17 @@ def is_parameter(x: Tensor) -> bool:
     base = x if x._base is None else x._base
     if base.is_leaf:  # frozen ones, too: FSDP's, or of a network that the model does not own
         return base.requires_grad or isinstance(base, nn.Parameter)
-    nodes = [(x.grad_fn, _STEPS)]
+    nodes: list[Any] = [x.grad_fn]
     while nodes:
-        node, steps = nodes.pop()
+        node = nodes.pop()
         kind = type(node)
         if kind is ACCUMULATE:
             continue
-        if node is None or steps == 0 or kind not in STAND_INS:
+        if node is None or kind not in STAND_INS:
             return False
         overwritten = kind is COPY  # its first input, of which nothing is left
         for above, _ in node.next_functions[overwritten:]:
-            nodes.append((above, steps - 1))
+            nodes.append(above)
     return True
 
 
