@@ -202,12 +202,11 @@ def normalizes_few(ops: Collection[Node], name: str) -> bool:
 
     Of coded elements it is another one. `name` is the norm's, and `ops` are its nodes.
     """
-    sizes = [
-        _averages(op, op.args[0], name)
+    return name in NORMS and any(
+        1 < _averages(op, op.args[0], name) <= FEW_NORMALIZED
         for op in ops
         if op.args and isinstance(op.args[0], Node) and is_tensor(op.args[0])
-    ]
-    return name in NORMS and any(1 < size <= FEW_NORMALIZED for size in sizes)
+    )
 
 
 def _averages(user: Node, node: Node, name: str) -> int:

@@ -19,7 +19,7 @@ class Options:
     min_elements: int = 1024
     """Smaller tensors are kept."""
     derives: int = NORMS
-    """Which outputs that another op saves are recomputed from payloads: those up to this number."""
+    """Which outputs that another op saves are recomputed from payloads: up to this; 0: none."""
     recompute: tuple[str, ...] = ()
     """Modules (globs, `@blocks`) that save only their inputs."""
     recompute_inputs: Compressor | Keep = CHECKPOINT_INPUT
