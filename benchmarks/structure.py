@@ -26,7 +26,7 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 42_000,
+    "lines of the package": 41_600,
     "lines of the tests": 40_000,
     "lines of experiments and benchmarks": 4_500,
     "classes": 190,
@@ -39,7 +39,7 @@ LIMITS = {
 }
 """Figure -> the most that CI allows."""
 GOALS = {
-    "lines of the package": 42_000,
+    "lines of the package": 38_000,
     "lines of the tests": 40_000,
     "lines of experiments and benchmarks": 4_500,
     "classes": 190,

@@ -1,6 +1,6 @@
 // AdamW with its first moment in 2 bits over the roots of a factored second one (definitions:
 // kernels/codebook/lloyd_max.py, and `update_with_residual` of kernels/step/update_rules.py).
-// adamw4.h includes it.
+// reduce.h includes it.
 
 constexpr float kSmall = 0.4528f, kLarge = 1.51f;
 constexpr float kBound = static_cast<float>((0.4528 + 1.51) / 2 * ((0.4528 + 1.51) / 2));
@@ -15,8 +15,8 @@ MT_INLINE float* old_columns(const StepTask& t) {
 inline void take_roots(StepTask& t) {
   for (int64_t i = 0; i < t.rows; ++i) t.ratio[i] = __builtin_sqrtf(t.ratio[i]);
   for (int64_t j = 0; j < t.cols; ++j) t.col_next[j] = __builtin_sqrtf(finite(t.state[1].scale[j]));
-  invert(t.ratio, 1.0f, t.row_inv, t.rows);
-  invert(t.col_next, 1.0f, t.col_inv, t.cols);
+  invert(t.ratio, t.row_inv, t.rows);
+  invert(t.col_next, t.col_inv, t.cols);
 }
 
 // The sum of the lanes, by halves.
@@ -40,10 +40,7 @@ MT_INLINE uint16_t upper_half(float scale) {
   return (bits & 0x7F800000u) == 0x7F800000u ? 0 : static_cast<uint16_t>(bits >> 16);
 }
 
-// kApart: a last block that is not whole, or tensors that are not float32, go through buffers.
-template <bool kAligned, bool kPlain, bool kApart>
-inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
-  if (begin >= end) return;
+inline void update_adamw2(const StepTask& t, int64_t begin, int64_t end) {
   const Scalars s = splat_all(t.scalars);
   const F residual = splat(t.scalars[8]), small = splat(kSmall), large = splat(kLarge);
   const float table[16] = {-kLarge, -kSmall, kSmall, kLarge, -kLarge, -kSmall, kSmall, kLarge,
@@ -52,32 +49,24 @@ inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
   uint8_t* all_codes = static_cast<uint8_t*>(t.state[0].data);
   uint16_t* scales = reinterpret_cast<uint16_t*>(t.state[0].scale);
   alignas(64) float g_tail[128] = {}, p_tail[128] = {}, first[128], root[128], over[128];
-  alignas(64) float r[3][128], c[3][128];  // where rows do not hold whole blocks
+  Lines<128> old(t, begin), now(t, begin), inverse(t, begin);
   Draws draws;
-  Place place(begin, kAligned ? t.cols : 1);
 
   for (int64_t b = begin; b < end; ++b) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
-    const float *g = kApart ? g_tail : t.g + from, *old_col = c[0], *col = c[1], *inv_col = c[2];
-    float* p = kApart ? p_tail : t.p + from;
+    const bool buffered = n < 128 || !t.direct();
+    const float* g = buffered ? g_tail : t.g + from;
+    float* p = buffered ? p_tail : t.p + from;
     uint8_t* codes = all_codes + b * 32;
-    F old_row = {}, row = {}, inv_row = {};
-    if (kApart) {
+    if (buffered) {
       read_floats(t.g, t.g_type, from, n, g_tail);
       read_weights(t.p, t.p_type, t.master, from, n, p_tail);
     } else {
       fetch(t.g + from), fetch(t.p + from);
     }
-    if (kAligned) {
-      old_row = splat(old_rows(t)[place.row]), old_col = old_columns(t) + place.col;
-      row = splat(t.ratio[place.row]), col = t.col_next + place.col;
-      inv_row = splat(t.row_inv[place.row]), inv_col = t.col_inv + place.col;
-      place.advance(t.cols);
-    } else {
-      gather(old_rows(t), old_columns(t), from, t.rows, t.cols, r[0], c[0]);
-      gather(t.ratio, t.col_next, from, t.rows, t.cols, r[1], c[1]);
-      gather(t.row_inv, t.col_inv, from, t.rows, t.cols, r[2], c[2]);
-    }
+    old.find(old_rows(t), old_columns(t));
+    now.find(t.ratio, t.col_next);
+    inverse.find(t.row_inv, t.col_inv);
     const F values = load(table) * splat(from_bfloat(scales[b]));
 
     // The new moment, as it is and over its root; its mean square decides which elements are large.
@@ -88,12 +77,11 @@ inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
       MT_UNROLL(4)
       for (int q = 0; q < 4; ++q) {
         const int at = 32 * q + 16 * k;
-        if (!kAligned) old_row = load(r[0] + at), row = load(r[1] + at), inv_row = load(r[2] + at);
-        const F old = decode_two_bits(values, byte >> (2 * q)) * (old_row * load(old_col + at));
-        const F m = AdamW::first(s, gradient<kPlain>(s, load(g + at), load(p + at)), old);
-        F x = m * inv_row * load(inv_col + at);
-        if (kApart) x = (F)((I)x & (lane + at < static_cast<int32_t>(n)));
-        store(first + at, m), store(over + at, x), store(root + at, row * load(col + at));
+        const F before = decode_two_bits(values, byte >> (2 * q)) * (old.row_at(at) * load(old.col + at));
+        const F m = AdamW::first(s, gradient(s, g + at, p + at), before);
+        F x = m * inverse.row_at(at) * load(inverse.col + at);
+        if (n < 128) x = (F)((I)x & (lane + at < static_cast<int32_t>(n)));
+        store(first + at, m), store(over + at, x), store(root + at, now.row_at(at) * load(now.col + at));
         squares[k] += x * x, sizes[k] += (F)magnitude(x);
       }
     }
@@ -136,19 +124,6 @@ inline void update_two_bits(const StepTask& t, int64_t begin, int64_t end) {
       }
       narrow(codes + 16 * k, byte);
     }
-    if (kApart) write_weights(t.p, t.p_type, t.master, from, n, p_tail, draws);
+    if (buffered) write_weights(t.p, t.p_type, t.master, from, n, p_tail, draws);
   }
-}
-
-template <bool kAligned, bool kPlain>
-inline void update_all_two_bits(const StepTask& t, int64_t begin, int64_t end) {
-  const int64_t whole = t.direct() ? std::min(end, t.n / 128) : begin;
-  update_two_bits<kAligned, kPlain, false>(t, begin, whole);
-  if (whole < end) update_two_bits<kAligned, kPlain, true>(t, whole, end);
-}
-
-inline void update_adamw2(const StepTask& t, int64_t begin, int64_t end) {
-  const bool aligned = t.cols % 128 == 0, plain = is_plain(t);
-  if (aligned) plain ? update_all_two_bits<true, true>(t, begin, end) : update_all_two_bits<true, false>(t, begin, end);
-  else plain ? update_all_two_bits<false, true>(t, begin, end) : update_all_two_bits<false, false>(t, begin, end);
 }

@@ -1,7 +1,6 @@
-// Pass 1 of step.cpp, and what both passes share; adamw4.h includes it.
-
-// Of two maxima, which have no sign bit: NaN only where both are.
-MT_INLINE F least(F a, F b) { return (F)imin((I)a, (I)b); }
+// Pass 1 of step.cpp, compiled once per instruction set by foreach_isa.h, and what is done between the passes.
+#include "step/lines.h"
+#include "step/rules.h"
 
 // A number that is not NaN, at most the largest float.
 MT_INLINE float finite(float x) { return x > FLT_MAX ? FLT_MAX : x; }
@@ -12,16 +11,6 @@ MT_INLINE void fetch(const float* x) {
   MT_UNROLL(8)
   for (int i = 0; i < 128; i += 16) __builtin_prefetch(x + 256 + i);
 }
-
-// Row and column of a block's first element, kept by addition: a 64-bit division a block would
-// cost a tenth of the step.
-struct Place {
-  int64_t row, col;
-  Place(int64_t block, int64_t cols) : row(block * 128 / cols), col(block * 128 % cols) {}
-  void advance(int64_t cols) {
-    for (col += 128; col >= cols; col -= cols) ++row;
-  }
-};
 
 // The maxima of dimensions 1 and up, spread over the flattened columns: the least counts.
 inline void spread(const StepTask& t, const float* maxima, float* out) {
@@ -70,16 +59,16 @@ inline void scatter_maxima(const int32_t* sizes, int64_t n, Place at, int64_t co
   }
 }
 
-// The reciprocals of maxima, times `unit`.
-inline void invert(const float* scale, float unit, float* out, int64_t n) {
+// The reciprocals of maxima.
+inline void invert(const float* scale, float* out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const float x = scale[i];
-    out[i] = x >= 1.17549435e-38f && x <= 3.402823466e38f ? unit * (1.0f / x) : 0.0f;
+    out[i] = x >= 1.17549435e-38f && x <= 3.402823466e38f ? 1.0f / x : 0.0f;
   }
 }
 
 // Pass 1 of rank-1: the maxima of the new second moment.
-template <bool kPlain, bool kAligned>
+template <bool kAligned>
 inline void reduce_rank1(const StepTask& t, int64_t begin, int64_t end, Column& held) {
   int32_t* column = held.zeros(t.cols);
   const Scalars s = splat_all(t.scalars);
@@ -88,10 +77,10 @@ inline void reduce_rank1(const StepTask& t, int64_t begin, int64_t end, Column& 
   int32_t* rows = reinterpret_cast<int32_t*>(t.next);
   float r[128], c[128], g_tail[128] = {}, p_tail[128] = {};
   int32_t sizes[128];
-  Place at(begin, t.cols);
+  Place at(begin * 128, t.cols);
   int64_t row = at.row;
   I top = {};
-  for (int64_t b = begin; b < end; ++b, at.advance(t.cols)) {
+  for (int64_t b = begin; b < end; ++b, at.advance(t.cols, 128)) {
     const int64_t from = b * 128, n = std::min<int64_t>(128, t.n - from);
     const float *g = t.g + from, *p = t.p + from;
     if (n < 128 || !t.direct()) {
@@ -115,7 +104,7 @@ inline void reduce_rank1(const StepTask& t, int64_t begin, int64_t end, Column& 
         const int x = h * 64 + k;
         const F scale = least(kAligned ? old_row : load(r + x), load(old_col + x));
         const F old = decode(values, h ? byte >> 4 : byte) * scale;
-        const I size = magnitude(AdamW::second(s, gradient<kPlain>(s, load(g + x), load(p + x)), old));
+        const I size = magnitude(AdamW::second(s, gradient(s, g + x, p + x), old));
         if (kAligned) {
           int32_t* col = column + at.col + x;
           store((float*)col, (F)imax((I)load((const float*)col), size));
@@ -133,13 +122,12 @@ inline void reduce_rank1(const StepTask& t, int64_t begin, int64_t end, Column& 
 }
 
 // Squares of a part of a row: into the columns' sums, the lanes' and (past whole lanes) `rest`.
-template <bool kPlain>
 MT_INLINE void add_squares(const Scalars& s, const float* h, const float* g, const float* p, int64_t n,
                            float* columns, F& sum, double& rest) {
   int64_t j = 0;
   for (; j + 16 <= n; j += 16) {
     __builtin_prefetch(g + j + 512);
-    const F x = gradient<kPlain>(s, load(g + j), load(p + j)), square = x * x;
+    const F x = gradient(s, g + j, p + j), square = x * x;
     sum += square;
     store(columns + j, load(columns + j) + square);
   }
@@ -152,7 +140,6 @@ MT_INLINE void add_squares(const Scalars& s, const float* h, const float* g, con
 }
 
 // Pass 1 of factored: row means into the state, column sums of these rows of one chunk into `partial`.
-template <bool kPlain>
 inline void reduce_factored(const StepTask& t, int64_t begin, int64_t end) {
   const Scalars s = splat_all(t.scalars);
   float* partial = t.partial + begin / t.chunk * t.cols;
@@ -170,7 +157,7 @@ inline void reduce_factored(const StepTask& t, int64_t begin, int64_t end) {
         read_weights(t.p, t.p_type, t.master, at, n, p_part);
         g = g_part, p = p_part;
       }
-      add_squares<kPlain>(s, t.scalars, g, p, n, partial + from, sum, rest);
+      add_squares(s, t.scalars, g, p, n, partial + from, sum, rest);
     }
     double total = 0;
     for (int l = 0; l < 16; ++l) total += sum[l];
@@ -179,14 +166,37 @@ inline void reduce_factored(const StepTask& t, int64_t begin, int64_t end) {
 }
 
 inline void reduce(const StepTask& t, int64_t begin, int64_t end, Column& held) {
-  const bool plain = is_plain(t);
-  const bool aligned = t.cols % 128 == 0;
-  if (t.second == kRank1 && aligned)
-    plain ? reduce_rank1<true, true>(t, begin, end, held)
-          : reduce_rank1<false, true>(t, begin, end, held);
-  else if (t.second == kRank1)
-    plain ? reduce_rank1<true, false>(t, begin, end, held)
-          : reduce_rank1<false, false>(t, begin, end, held);
-  else
-    plain ? reduce_factored<true>(t, begin, end) : reduce_factored<false>(t, begin, end);
+  if (t.second == kFactored) reduce_factored(t, begin, end);
+  else t.cols % 128 ? reduce_rank1<false>(t, begin, end, held) : reduce_rank1<true>(t, begin, end, held);
+}
+
+#include "step/adamw2.h"
+
+// Between the passes, one thread per tensor.
+inline void finalize_scales(StepTask& t) {
+  if (t.second == kRank1) {
+    if (t.dims > 2) {
+      collect(t);
+      spread(t, t.next, t.col_next);
+    }
+    invert(t.next, t.row_inv, t.rows);
+    invert(t.col_next, t.col_inv, t.cols);
+  } else if (t.second == kFactored) {
+    const int64_t chunks = (t.rows + t.chunk - 1) / t.chunk;
+    bool overflowed = false;  // no element moves then
+    for (int64_t j = 0; j < t.cols; ++j) {
+      double sum = 0;
+      for (int64_t k = 0; k < chunks; ++k) sum += t.partial[k * t.cols + j];
+      t.state[1].scale[j] = t.scalars[4] * t.state[1].scale[j] + t.scalars[5] * static_cast<float>(sum / t.rows);
+      overflowed |= t.state[1].scale[j] > FLT_MAX;
+    }
+    const float* row = static_cast<const float*>(t.state[1].data);
+    double sum = 0;
+    for (int64_t i = 0; i < t.rows; ++i) sum += row[i];
+    const float mean = static_cast<float>(sum / t.rows);
+    overflowed |= mean > FLT_MAX;
+    for (int64_t i = 0; i < t.rows; ++i)
+      t.ratio[i] = overflowed ? FLT_MAX : mean == 0.0f ? 0.0f : finite(row[i] / mean);
+    if (t.bits == 2) take_roots(t);
+  }
 }

@@ -12,43 +12,29 @@ MT_INLINE Scalars splat_all(const float* x) {
           splat(x[5]), splat(x[6]), splat(x[7]), x[1] != 0.0f, x[5] != 0.0f};
 }
 
-// kPlain: neither maximised nor with L2 decay, the usual case.
-template <bool kPlain>
-MT_INLINE F gradient(const Scalars& s, F g, F p) {
-  if (kPlain) return g;
-  g = g * s.sign;
-  return s.has_l2 ? g + s.l2 * p : g;
+// The gradient as a rule sees it; the weight is read for L2 decay only.
+MT_INLINE F gradient(const Scalars& s, const float* from, const float* weight) {
+  F g = load(from) * s.sign;
+  if (__builtin_expect(s.has_l2, 0)) g = g + s.l2 * load(weight);
+  return g;
 }
 
-// Only the AVX-512 form has loops of its own for the usual case.
-MT_INLINE bool is_plain(const Row& t) {
-#ifdef MT_AVX512
-  return t.scalars[1] == 0.0f && t.scalars[2] == 1.0f;
-#else
-  return false;
-#endif
-}
-
-// Each rule updates its states x in place, and gives the new parameter. One that divides has that
-// in two parts, so that a block's quotients may wait for the loop of the next block.
+// Each rule updates its states x in place, and gives the new parameter.
 struct AdamW {
   static constexpr int kStates = 2;
-  static constexpr bool kDivides = true;
   static MT_MEMBER F first(const Scalars& s, F g, F m) { return m + s.a * (g - m); }
   static MT_MEMBER F second(const Scalars& s, F g, F v) { return s.b * v + (s.c * g) * g; }
-  static MT_MEMBER F divisor(const Scalars& s, F v) { return root(v) + s.e; }
-  static MT_MEMBER F divide(const Scalars& s, F p, F m, F divisor) {
-    return p * s.decay - (s.d * m) / divisor;
+  static MT_MEMBER F parameter(const Scalars& s, F p, F m, F v) {
+    return p * s.decay - (s.d * m) / (root(v) + s.e);
   }
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     x[0] = first(s, g, x[0]), x[1] = second(s, g, x[1]);
-    return divide(s, p, x[0], divisor(s, x[1]));
+    return parameter(s, p, x[0], x[1]);
   }
 };
 
 struct Sgd {
   static constexpr int kStates = 1;
-  static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     x[0] = s.a * x[0] + s.b * g;
     return p - s.d * (s.has_c ? g + s.c * x[0] : x[0]);
@@ -83,7 +69,6 @@ MT_INLINE I encode_drawn(const DrawnMap& map, F x, F u) {
 
 struct Lion {
   static constexpr int kStates = 1;
-  static constexpr bool kDivides = false;
   static MT_MEMBER F update(const Scalars& s, F p, F g, F* x) {
     const F c = s.a * x[0] + s.b * g, zero = {};
     const F step = select(c > zero, splat(1.0f), select(c < zero, splat(-1.0f), c));  // NaN stays NaN

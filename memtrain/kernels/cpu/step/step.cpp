@@ -1,5 +1,5 @@
 // The fused step over many tensors with compressed states (contract: kernels/step/step.py).
-#define MT_SELF "step/adamw4.h"
+#define MT_SELF "step/reduce.h"
 #include <atomic>
 #include <cfloat>
 #include <memory>
@@ -129,8 +129,7 @@ static std::vector<Item> make_items(const std::vector<StepTask>& tasks, std::ato
 }
 
 static void update(const StepTask& task, int64_t begin, int64_t end) {
-  if (task.rule == kAdamW && task.bits == 4) MT_DISPATCH(update_adamw4(task, begin, end));
-  else if (task.bits == 2) MT_DISPATCH(update_adamw2(task, begin, end));
+  if (task.bits == 2) MT_DISPATCH(update_adamw2(task, begin, end));
   else update_blocks(task, begin, end);
 }
 

@@ -39,11 +39,10 @@ static_assert(sizeof(Row) == kFields * 8, "the table's rows have 32 fields of 8 
 struct StepTask : Row {
   float *next = nullptr, *col_next = nullptr, *col_old = nullptr, *row_inv = nullptr,
         *col_inv = nullptr, *partial = nullptr, *ratio = nullptr;
-  float unit = 1.0f;  // of the reciprocals
   int64_t chunk = 0;  // of pass 1: blocks (rank-1) or rows (factored)
 };
 
-// Blocks of a task that is not AdamW in 4 bits: blocks.cpp.
+// Blocks of a task whose first state has no 2 bits: blocks.cpp.
 void update_blocks(const StepTask& t, int64_t begin, int64_t end);
 
 }  // namespace memtrain
