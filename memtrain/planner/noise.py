@@ -9,6 +9,7 @@ from memtrain.activations.intercept.op_families import FAMILIES
 from memtrain.compressors import Compressor, DerivativeCode, Keep, Key
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.compressors.fewbit.step_function import EXACT
+from memtrain.kernels.derivative.pointwise import value
 from memtrain.optim.states.layout import is_unsigned
 
 _SOLVED = 6
@@ -62,7 +63,7 @@ def _code_error(function: str, code: DerivativeCode) -> float:
 @cache
 def _slope_error(compressor: Compressor, op: str) -> float:
     if op in _OUTPUTS:
-        y = torch.from_numpy(CURVES[op].value(_normal().double().numpy()))
+        y = value(op, _normal().double())
         slope = _OUTPUTS[op]
         return _share(slope(_rounded(compressor, y.float()).double()), slope(y))
     return _through(op, compressor, slope=True)
@@ -76,9 +77,10 @@ def _error(compressor: Compressor) -> float:
 @cache
 def _through(op: str, compressor: Compressor, *, slope: bool = False) -> float:
     """Return the error of a function of a compressed tensor, or of its derivative."""
-    x, curve = _normal(), CURVES[op].slope if slope else CURVES[op].value
-    back = curve(_rounded(compressor, x).double().numpy())
-    return _share(torch.from_numpy(back), torch.from_numpy(curve(x.double().numpy())))
+    pair = _rounded(compressor, _normal()).double(), _normal().double()
+    if slope:
+        return _share(*(torch.from_numpy(CURVES[op].slope(x.numpy())) for x in pair))
+    return _share(*(value(op, x) for x in pair))
 
 
 @cache

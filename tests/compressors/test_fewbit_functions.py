@@ -49,24 +49,11 @@ def slopes(function, parameters, x):
 @every_case
 def test_curves_equal_torch_and_its_autograd(function, parameters):
     x = torch.linspace(-8.03, 8.05, 401, dtype=torch.float64)
-    points, made = x.numpy(), curve(function, parameters)
+    made = curve(function, parameters)
     # torch's hardsigmoid multiplies by the float32 nearest to 1 / 6 in float64 too
     rtol = 2**-24 if function == "hardsigmoid" else 1e-11
     expected = slopes(function, parameters, x).numpy()
-    assert np.allclose(made.slope(points), expected, rtol=rtol, atol=1e-13)
-    # An antiderivative: torch's functions jump where shrunk or switched, by a constant.
-    gain = np.diff(made.value(points))
-    middle = (points[1:] + points[:-1]) / 2
-    nodes = np.linspace(-0.5, 0.5, 41)
-    dense = made.slope(middle[:, None] + nodes * (points[1] - points[0]))
-    assert np.allclose(gain, np.trapezoid(dense, axis=1) * (points[1] - points[0]) / 40, atol=6e-3)
-
-
-@pytest.mark.parametrize("function", ["gelu", "silu", "mish", "elu", "celu", "softplus", "selu"])
-def test_values_are_torchs_where_it_is_continuous(function):
-    x = torch.linspace(-8.03, 8.05, 401, dtype=torch.float64)
-    expected = call(function, (), x).numpy()
-    assert np.allclose(curve(function).value(x.numpy()), expected, rtol=1e-12, atol=1e-14)
+    assert np.allclose(made.slope(x.numpy()), expected, rtol=rtol, atol=1e-13)
 
 
 def neighbours(points, dtype):

@@ -14,13 +14,11 @@ Interval = tuple[float, float]
 
 
 class Curve(NamedTuple):
-    """A function and its derivative, elementwise on float64 arrays.
+    """The derivative of a function, elementwise on float64 arrays.
 
-    `value` may be any antiderivative of `slope`. `breaks` are the points where `slope` jumps or
-    bends; the solver's grid contains them.
+    `breaks` are the points where `slope` jumps or bends; the solver's grid contains them.
     """
 
-    value: Function
     slope: Function
     breaks: tuple[float, ...] = ()
 
@@ -49,8 +47,7 @@ def _cdf(x: Array) -> Array:
     return 0.5 * (1.0 + np.asarray(_erf(x / math.sqrt(2)), np.float64))
 
 
-def normal_pdf(x: Array) -> Array:
-    """Return the standard normal density."""
+def _normal_pdf(x: Array) -> Array:
     return np.exp(-0.5 * x * x) / math.sqrt(2 * math.pi)
 
 
@@ -58,20 +55,12 @@ def _sigmoid(x: Array) -> Array:
     return 0.5 + 0.5 * np.tanh(0.5 * x)  # tanh never overflows
 
 
-def _logaddexp(x: Array) -> Array:
-    return np.logaddexp(0.0, x)
-
-
 def _swish(beta: float) -> Curve:
     def slope(x: Array) -> Array:
         s = _sigmoid(beta * x)
         return s + beta * x * s * (1 - s)
 
-    return Curve(lambda x: x * _sigmoid(beta * x), slope)
-
-
-def _gelu_tanh(x: Array) -> Array:
-    return 0.5 * x * (1 + np.tanh(_TANH_SCALE * (x + _TANH_CUBIC * x**3)))
+    return Curve(slope)
 
 
 def _gelu_tanh_slope(x: Array) -> Array:
@@ -80,19 +69,16 @@ def _gelu_tanh_slope(x: Array) -> Array:
 
 
 def _mish_slope(x: Array) -> Array:
-    t = np.tanh(_logaddexp(x))
+    t = np.tanh(np.logaddexp(0.0, x))
     return t + x * (1 - t * t) * _sigmoid(x)
 
 
 def _elu(scale: float, alpha: float, stretch: float = 1.0) -> Curve:
-    """Return scale * x above 0, scale * alpha * (exp(x / stretch) - 1) below."""
-
-    def negative(x: Array) -> Array:
-        return scale * alpha * np.expm1(np.minimum(x, 0.0) / stretch)
-
+    """Return the curve of scale * x above 0, scale * alpha * (exp(x / stretch) - 1) below."""
     return Curve(
-        lambda x: np.where(x > 0, scale * x, negative(x)),
-        lambda x: np.where(x > 0, scale, (negative(x) + scale * alpha) / stretch),
+        lambda x: np.where(
+            x > 0, scale, scale * alpha * np.exp(np.minimum(x, 0.0) / stretch) / stretch
+        ),
         (0.0,),
     )
 
@@ -100,13 +86,7 @@ def _elu(scale: float, alpha: float, stretch: float = 1.0) -> Curve:
 def _softplus(beta: float, threshold: float) -> Curve:
     switch = threshold / beta  # torch returns x itself above it
 
-    def value(x: Array) -> Array:
-        return _logaddexp(beta * np.minimum(x, switch)) / beta + np.maximum(x - switch, 0.0)
-
-    def slope(x: Array) -> Array:
-        return np.where(x > switch, 1.0, _sigmoid(beta * x))
-
-    return Curve(value, slope, (switch,))
+    return Curve(lambda x: np.where(x > switch, 1.0, _sigmoid(beta * x)), (switch,))
 
 
 def _hardswish_slope(x: Array) -> Array:
@@ -114,17 +94,13 @@ def _hardswish_slope(x: Array) -> Array:
 
 
 def _broken(breaks: tuple[float, ...], *slopes: float) -> Curve:
-    """Return a continuous piecewise-linear function: `slopes[i]` up to and at `breaks[i]`."""
+    """Return the curve of a piecewise-linear function: `slopes[i]` up to and at `breaks[i]`."""
     edges = np.array(breaks)
 
     def slope(x: Array) -> Array:
         return np.array(slopes)[np.searchsorted(edges, x, side="left")]
 
-    def value(x: Array) -> Array:
-        steps = zip(breaks, np.diff(slopes), strict=True)
-        return sum((jump * np.maximum(x - point, 0.0) for point, jump in steps), slopes[0] * x)
-
-    return Curve(value, slope, breaks)
+    return Curve(slope, breaks)
 
 
 def _ramp(low: float, high: float) -> Curve:
@@ -148,13 +124,13 @@ def _around(*points: float) -> Interval:
 # Names of `torch.nn.functional`; `gelu_tanh` is gelu(approximate="tanh"), `quick_gelu` is
 # x * sigmoid(1.702 x).
 FAMILIES: dict[str, Family] = {
-    "gelu": Family(lambda: Curve(lambda x: x * _cdf(x), lambda x: _cdf(x) + x * normal_pdf(x))),
-    "gelu_tanh": Family(lambda: Curve(_gelu_tanh, _gelu_tanh_slope)),
+    "gelu": Family(lambda: Curve(lambda x: _cdf(x) + x * _normal_pdf(x))),
+    "gelu_tanh": Family(lambda: Curve(_gelu_tanh_slope)),
     "quick_gelu": Family(lambda: _swish(1.702)),
     "silu": Family(lambda: _swish(1.0)),
     "relu": Family(lambda: _leaky(0.0)),
-    "sigmoid": Family(lambda: Curve(_sigmoid, lambda x: _sigmoid(x) * _sigmoid(-x))),
-    "tanh": Family(lambda: Curve(np.tanh, lambda x: 1 - np.tanh(x) ** 2)),
+    "sigmoid": Family(lambda: Curve(lambda x: _sigmoid(x) * _sigmoid(-x))),
+    "tanh": Family(lambda: Curve(lambda x: 1 - np.tanh(x) ** 2)),
     "softplus": Family(
         _softplus,
         {"beta": 1.0, "threshold": 20.0},
@@ -162,10 +138,8 @@ FAMILIES: dict[str, Family] = {
         "beta > 0",
         lambda beta, _: (-10 / beta, 10 / beta),
     ),
-    "softsign": Family(
-        lambda: Curve(lambda x: x / (1 + np.abs(x)), lambda x: (1 + np.abs(x)) ** -2.0)
-    ),
-    "mish": Family(lambda: Curve(lambda x: x * np.tanh(_logaddexp(x)), _mish_slope)),
+    "softsign": Family(lambda: Curve(lambda x: (1 + np.abs(x)) ** -2.0)),
+    "mish": Family(lambda: Curve(_mish_slope)),
     "elu": Family(
         lambda alpha: _elu(1.0, alpha),
         {"alpha": 1.0},
@@ -179,11 +153,9 @@ FAMILIES: dict[str, Family] = {
         lambda alpha: (-10 * alpha, 10 * alpha),
     ),
     "selu": Family(lambda: _elu(_SELU_SCALE, _SELU_ALPHA)),
-    "hardswish": Family(
-        lambda: Curve(lambda x: x * np.clip(x + 3, 0, 6) / 6, _hardswish_slope, (-3.0, 3.0))
-    ),
-    "logsigmoid": Family(lambda: Curve(lambda x: -_logaddexp(-x), lambda x: _sigmoid(-x))),
-    "tanhshrink": Family(lambda: Curve(lambda x: x - np.tanh(x), lambda x: np.tanh(x) ** 2)),
+    "hardswish": Family(lambda: Curve(_hardswish_slope, (-3.0, 3.0))),
+    "logsigmoid": Family(lambda: Curve(lambda x: _sigmoid(-x))),
+    "tanhshrink": Family(lambda: Curve(lambda x: np.tanh(x) ** 2)),
     "leaky_relu": Family(_leaky, {"negative_slope": 0.01}),
     "relu6": Family(lambda: _ramp(0.0, 6.0)),
     "hardtanh": Family(

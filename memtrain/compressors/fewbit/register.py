@@ -181,10 +181,5 @@ def _check(name: str, fn: Elementwise, derivative: Elementwise | None, interval:
 
 @lru_cache(maxsize=256)
 def _solved(function: Registered, bits: int) -> Approximation:
-    curve = Curve(
-        lambda x: _values(function.plain, x),
-        lambda x: _slopes(function.plain, function.derivative, x),
-    )
-    # With an explicit weight the solver integrates the slope: difference quotients of the value are
-    # wrong if the derivative is not the value's.
-    return _alone(lambda: solve(curve, bits, function.interval, np.ones_like))
+    curve = Curve(lambda x: _slopes(function.plain, function.derivative, x))
+    return _alone(lambda: solve(curve, bits, function.interval))

@@ -12,7 +12,6 @@ from memtrain.compressors.fewbit.functions import (
     FAMILIES,
     Array,
     Curve,
-    Function,
     Interval,
     complete,
     curve,
@@ -23,15 +22,14 @@ from memtrain.compressors.fewbit.step_function import EXACT, MAX_BITS, Approxima
 _NODES, _NODE_WEIGHTS = np.polynomial.legendre.leggauss(8)
 _ROWS = 128  # end points per iteration: the search stores _ROWS x n costs
 _REACH = 8  # candidates on each side of a boundary
+CELLS = 2000  # of the grid over the whole interval
 
 
 class Problem(NamedTuple):
-    """Prefix integrals on the grid: mass of w, moment w f', energy w f'**2."""
+    """Integrals of f' from the start of a grid to its points, and of f'**2 over the whole grid."""
 
     curve: Curve
-    weight: Function | None  # None: 1
     grid: Array
-    mass: Array
     moment: Array
     energy: float
 
@@ -40,27 +38,21 @@ class Problem(NamedTuple):
         """The rounding error of differences of numbers as large as the energy."""
         return 1e-14 * self.energy
 
-    def prefix(self, s: Array) -> tuple[Array, Array]:
-        """Return mass and moment from the interval's start to the points `s`."""
-        if self.weight is None:
-            return s - self.grid[0], self.curve.value(s) - self.curve.value(self.grid[:1])
+    def prefix(self, s: Array) -> Array:
+        """Return the integral of f' from the grid's start to the points `s`."""
         cell = np.clip(np.searchsorted(self.grid, s) - 1, 0, len(self.grid) - 2)
-        mass, moment, _ = _integrate(self.curve, self.weight, self.grid[cell], s)
-        return self.mass[cell] + mass, self.moment[cell] + moment
+        return self.moment[cell] + _integrate(self.curve, self.grid[cell], s)[0]
 
 
-def _integrate(
-    curve: Curve, weight: Function | None, start: Array, stop: Array
-) -> tuple[Array, Array, Array]:
-    """Integrate w, w f' and w f'**2 over [start, stop], elementwise, by quadrature."""
+def _integrate(curve: Curve, start: Array, stop: Array) -> tuple[Array, Array]:
+    """Integrate f' and f'**2 over [start, stop], elementwise, by quadrature."""
     half = (stop - start)[..., None] / 2
-    x = start[..., None] + half * (1 + _NODES)
-    slope = curve.slope(x)
-    measure = half * _NODE_WEIGHTS * (1.0 if weight is None else weight(x))
-    return measure.sum(-1), (measure * slope).sum(-1), (measure * slope**2).sum(-1)
+    slope = curve.slope(start[..., None] + half * (1 + _NODES))
+    measure = half * _NODE_WEIGHTS
+    return (measure * slope).sum(-1), (measure * slope**2).sum(-1)
 
 
-def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: int) -> Problem:
+def prepare(curve: Curve, interval: Interval, cells: int) -> Problem:
     """Return the problem on an even grid of `cells` cells and the curve's break points."""
     # With this order of operations 0 and other round numbers are exact grid points.
     low, high = interval
@@ -70,32 +62,28 @@ def prepare(curve: Curve, weight: Function | None, interval: Interval, cells: in
             near = np.abs(grid[1:-1] - point) < 1e-6 * (high - low) / cells
             inner = grid[1:-1][~near]
             grid = np.sort(np.concatenate([grid[:1], inner, [point], grid[-1:]]))
-    mass, moment, energy = _integrate(curve, weight, grid[:-1], grid[1:])
-    if weight is None:
-        prefix = grid - low, curve.value(grid) - curve.value(grid[:1])
-    else:
-        prefix = np.append(0.0, mass.cumsum()), np.append(0.0, moment.cumsum())
-    return Problem(curve, weight, grid, *prefix, float(energy.sum()))
+    moment, energy = _integrate(curve, grid[:-1], grid[1:])
+    return Problem(curve, grid, np.append(0.0, moment.cumsum()), float(energy.sum()))
 
 
-def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> list[int]:
+def search(grid: Array, moment: Array, count: int) -> list[int]:
     """Return grid indices of the inner boundaries of the best split into `count` intervals.
 
-    The energy is the same for every split, so an interval costs minus its moment**2 / mass. Costs
+    The energy is the same for every split, so an interval costs minus its moment**2 / length. Costs
     are the same in each layer, so all layers of some end points are computed together. The prefix
-    masses and moments are [n + 1]. The search takes 12 bytes per grid point and level, and the
-    costs of 128 rows.
+    moments are [n + 1]. The search takes 12 bytes per grid point and level, and the costs of 128
+    rows.
 
     The costs violate the quadrangle inequality if f' is not monotone (GELU), so divide and conquer
     and SMAWK would be wrong. For any f', splitting an interval never costs more: T(j, i') >= T(j,
     i) + T(i, i'). So a start j with best[k-1][j] + T(j, i) >= best[k-1][i] is dominated, in layer
-    k, by the start i for every end behind i. It is dropped if `prune`.
+    k, by the start i for every end behind i, and is dropped.
 
     Example:
         >>> search(np.arange(5.0), np.array([0.0, 0.0, 0.0, 1.0, 2.0]), 2)
         [2]
     """
-    n = len(mass) - 1
+    n = len(grid) - 1
     best = np.full((count + 1, n + 1), np.inf)
     best[0, 0] = 0.0
     start_of = np.zeros((count + 1, n + 1), np.int32)
@@ -105,7 +93,7 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
         width, rows = int(end[-1]), np.arange(len(end))
         left = min(lowest[1:])
         start = np.arange(left, width)
-        cost = -_gain(mass[end, None] - mass[start], moment[end, None] - moment[start])
+        cost = -_gain(grid[end, None] - grid[start], moment[end, None] - moment[start])
         cost[start >= end[:, None]] = np.inf
         for layer in range(1, min(count, width) + 1):
             low = lowest[layer]
@@ -113,26 +101,25 @@ def search(mass: Array, moment: Array, count: int, *, prune: bool = True) -> lis
             winner = total.argmin(1)
             start_of[layer, end] = winner + low
             best[layer, end] = total[rows, winner]
-            if prune:
-                kept = total[-1] < best[layer - 1, width]
-                lowest[layer] = low + (int(kept.argmax()) if kept.any() else width - low)
+            kept = total[-1] < best[layer - 1, width]
+            lowest[layer] = low + (int(kept.argmax()) if kept.any() else width - low)
     cuts = [n]
     for layer in range(count, 1, -1):
         cuts.append(int(start_of[layer, cuts[-1]]))
     return cuts[:0:-1]
 
 
-def _gain(mass: Array, moment: Array) -> Array:
-    """Return moment**2 / mass; 0 for intervals without mass in float64."""
-    return np.divide(moment**2, mass, out=np.zeros_like(mass), where=mass > 0)
+def _gain(length: Array, moment: Array) -> Array:
+    """Return moment**2 / length; 0 for intervals without a length in float64."""
+    return np.divide(moment**2, length, out=np.zeros_like(length), where=length > 0)
 
 
 def fit(problem: Problem, boundaries: Array) -> tuple[Array, float]:
     """Return the best levels [K] and the error for boundaries [K - 1]."""
     edges = np.concatenate([problem.grid[:1], boundaries, problem.grid[-1:]])
-    mass, moment = (np.diff(prefix) for prefix in problem.prefix(edges))
-    levels = np.divide(moment, mass, out=np.zeros_like(mass), where=mass > 0)
-    return levels, problem.energy - float(_gain(mass, moment).sum())
+    length, moment = np.diff(edges), np.diff(problem.prefix(edges))
+    levels = np.divide(moment, length, out=np.zeros_like(length), where=length > 0)
+    return levels, problem.energy - float(_gain(length, moment).sum())
 
 
 def refine(problem: Problem, boundaries: Array) -> Array:
@@ -149,17 +136,17 @@ def refine(problem: Problem, boundaries: Array) -> Array:
     step = (high - low) / (len(problem.grid) - 1)
     for _ in range(200):
         points = np.clip(boundaries[:, None] + step * offsets, low, high)
-        mass, moment = problem.prefix(np.concatenate([[low], points.ravel(), [high]]))
-        masses, moments = (x[1:-1].reshape(points.shape) for x in (mass, moment))
-        best = _gain(masses[0] - mass[0], moments[0] - moment[0]) + stay
+        moment = problem.prefix(np.concatenate([[low], points.ravel(), [high]]))
+        moments = moment[1:-1].reshape(points.shape)
+        best = _gain(points[0] - low, moments[0] - moment[0]) + stay
         starts = []
         for k in range(1, len(points)):
-            width = masses[k] - masses[k - 1][:, None]
+            width = points[k] - points[k - 1][:, None]
             total = best[:, None] + _gain(width, moments[k] - moments[k - 1][:, None])
             total[width < 0] = -np.inf
             starts.append(total.argmax(0))
             best = total.max(0) + stay
-        at = [int((best + _gain(mass[-1] - masses[-1], moment[-1] - moments[-1])).argmax())]
+        at = [int((best + _gain(high - points[-1], moment[-1] - moments[-1])).argmax())]
         for start in reversed(starts):
             at.append(int(start[at[-1]]))
         before, boundaries = boundaries, points[np.arange(len(points)), at[::-1]]
@@ -170,26 +157,16 @@ def refine(problem: Problem, boundaries: Array) -> Array:
     return boundaries
 
 
-def solve(
-    fn: str | Curve,
-    bits: int,
-    interval: Interval = (-10.0, 10.0),
-    weight: Function | None = None,
-    *,
-    n: int = 2000,
-    refine: bool = True,
-) -> Approximation:
-    """Find the step function with 2**bits levels nearest to f' in the weighted L2 norm.
+def solve(curve: Curve, bits: int, interval: Interval = (-10.0, 10.0)) -> Approximation:
+    """Find the step function with 2**bits levels nearest to f' in the L2 norm.
 
-    An exact dynamic program finds the best boundaries on a grid of `n` cells over the interval;
-    a search around them then moves them off the grid (`refine`). The weight
-    is a positive function of float64 arrays, or None for 1: then every level is exactly (f(b) -
-    f(a)) / (b - a). If f', the weight and the interval are even, the approximation is in |x|, so
-    that all levels serve both halves; `error` is that of the whole interval. A name stands for the
-    curve with torch's defaults.
+    An exact dynamic program finds the best boundaries on a grid of `CELLS` cells over the interval;
+    a search around them then moves them off the grid. Every level is the mean of f' over its
+    interval. If f' and the interval are even, the approximation is in |x|, so that all levels serve
+    both halves; `error` is that of the whole interval.
 
     Example:
-        >>> table = solve("gelu", 2)
+        >>> table = solve(curve("gelu"), 2)
         >>> [round(s, 4) + 0.0 for s in table.boundaries], round(table.error, 4)
         ([-0.469, 0.0, 0.469], 0.0406)
 
@@ -197,17 +174,10 @@ def solve(
         Novikov et al., Few-Bit Backward, ICML 2023, arXiv:2202.00441, section 2 (equations 3 to 5).
     """
     check_bits(bits)
-    if not (np.isfinite(interval).all() and interval[0] < interval[1]):
-        raise ValueError(f"interval {interval} is not allowed; it must be finite and ascending")
-    if n < 2 * 2**bits:
-        raise ValueError(f"n {n} is too small for {bits} bits; allowed: {2 * 2**bits} or more")
-    shape = curve(fn) if isinstance(fn, str) else fn
-    even = _is_even(shape, weight, interval)
-    low, cells = (0.0, n // 2) if even else (interval[0], n)
-    problem = prepare(shape, weight, (low, interval[1]), cells)
-    boundaries = problem.grid[search(problem.mass, problem.moment, 2**bits)]
-    if refine:
-        boundaries = _refined(problem, boundaries)
+    even = _is_even(curve, interval)
+    low, cells = (0.0, CELLS // 2) if even else (interval[0], CELLS)
+    problem = prepare(curve, (low, interval[1]), cells)
+    boundaries = refine(problem, problem.grid[search(problem.grid, problem.moment, 2**bits)])
     levels, error = fit(problem, boundaries)
     return Approximation(
         boundaries=tuple(boundaries.tolist()),
@@ -215,9 +185,6 @@ def solve(
         error=0.0 if error <= problem.noise else error * (2 if even else 1),
         parity="even" if even else "plain",
     )
-
-
-_refined = refine  # `solve` has an argument of that name
 
 
 @lru_cache(maxsize=1024)
@@ -246,12 +213,8 @@ def check_bits(bits: int) -> None:
         raise ValueError(f"bits {bits} is out of range; allowed: 1 to {MAX_BITS}")
 
 
-def _is_even(shape: Curve, weight: Function | None, interval: Interval) -> bool:
+def _is_even(curve: Curve, interval: Interval) -> bool:
     if interval[0] != -interval[1]:
         return False
     x = interval[1] * (np.arange(512) + 0.5) / 512
-    return all(
-        np.allclose(f(x), f(-x), rtol=1e-9, atol=1e-12)
-        for f in (shape.slope, weight)
-        if f is not None
-    )
+    return np.allclose(curve.slope(x), curve.slope(-x), rtol=1e-9, atol=1e-12)
