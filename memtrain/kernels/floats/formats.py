@@ -46,8 +46,8 @@ class FloatFormat:
         1 byte per code of up to 8 bits, else 2.
 
     Example:
-        >>> FP8_FORWARD.max, FP8_FORWARD.overflow_threshold
-        (30.0, 31.0)
+        >>> FP8_FORWARD.max
+        30.0
         >>> FP8_FORWARD.round(torch.tensor([1.0625, 100.0]))
         tensor([ 1.1250, 30.0000])
 
@@ -96,24 +96,9 @@ class FloatFormat:
         return self.layout.number(self._limit())
 
     @property
-    def min_normal(self) -> float:
-        """The smallest positive number with a leading 1."""
-        return 2.0 ** self._least()
-
-    @property
     def min_subnormal(self) -> float:
         """The smallest positive number."""
         return 2.0 ** (self._least() - self.mantissa_bits)
-
-    @property
-    def overflow_threshold(self) -> float:
-        """The magnitude from which numbers overflow (with ties to even: above which).
-
-        Halfway from the largest number to the next number of a larger format; for stochastic
-        rounding, which may overflow in between, that next number.
-        """
-        largest, following = self.max, self.layout.number(self._limit() + 1)
-        return following if self.rounding == "stochastic" else (largest + following) / 2
 
     def round(self, x: Tensor, *, seed: int = 0) -> Tensor:
         """Return the rounded numbers of a float32, bfloat16 or float16 tensor, in its dtype.
