@@ -1,7 +1,14 @@
 """Rules of the planner: schemes for saved tensors, variants for optimizer states."""
 
 from collections.abc import Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
 
+import yaml
+
+from memtrain import configs
 from memtrain.activations.saved.derived import FINE
 from memtrain.config.sources import KEEP, ActivationRule, StateRule
 
@@ -25,28 +32,11 @@ TORCH, BITS8, BITS4, FACTORED, BITS2 = "torch", "8-bit", "4-bit", "factored", "2
 STATES = (TORCH, BITS8, BITS4, FACTORED, BITS2)
 """Variants of optimizer states: torch's own, and four ways to quantise them."""
 
-_NARROW = {"name": "group", "group_size": 128}
 _WIDE = {"name": "group", "bits": 8}
 _EXACT_CODES = (  # one bit stores these derivatives exactly; masks and argmax indices are integers
     ActivationRule(op="@piecewise", compressor={"name": "derivative", "bits": 1}),
     ActivationRule(op="dropout|*max_pool*", compressor=_WIDE),
 )
-_BIAS = (  # where noise would be bias, in an exponent, or in a weight that is computed
-    ActivationRule(op="@exponential", compressor=_WIDE),
-    ActivationRule(op="wide_dot_product_attention", compressor={"name": "float", "format": "bf16"}),
-    ActivationRule(op="*dot_product_attention", tensor="input|input1", compressor=_WIDE),
-    ActivationRule(op="dot_product_attention", compressor={**_NARROW, "bits": 6}),
-    ActivationRule(op="softmax|matmul", compressor={**_NARROW, "bits": 6}),
-    ActivationRule(op="small_batch_norm|small_instance_norm", compressor={**_NARROW, "bits": 6}),
-    ActivationRule(op="linear|conv*|bilinear", tensor="input1", compressor=_WIDE),
-)
-_HARDSWISH = ActivationRule(op="hardswish", compressor={"name": "derivative", "bits": 5})
-_SATURATING = (
-    ActivationRule(op="sigmoid|tanh", compressor=_WIDE),
-    ActivationRule(op="@saturating", compressor=KEEP),
-)
-_SILU = ActivationRule(op="silu", compressor={**_NARROW, "bits": 5})
-_ELU = ActivationRule(op="elu|celu|selu", compressor=_WIDE)
 _MOMENTUM = "exp_avg|momentum_buffer"
 
 
@@ -58,19 +48,37 @@ def activation_rules(scheme: str, widths: Mapping[str, int] = DEFAULT) -> list[A
     """
     if scheme == KEEP:
         return []
-    group = {**_NARROW, "bits": widths[REST]}
-    rows = ActivationRule(op="linear", tensor="input", compressor={**group, "whole_rows": True})
-    codes = ActivationRule(op="@nonlinear", compressor={"name": "derivative", "bits": widths[CODE]})
-    smooth = ActivationRule(op="@smooth", compressor={**_NARROW, "bits": widths[SMOOTH]})
+    rules = [
+        replace(rule, compressor={**rule.compressor, "bits": widths[kind]}) if kind else rule
+        for rule, kind in _balanced()
+    ]
+    named = {rule.op: rule for rule in rules}
+    saturating, elu = [named["sigmoid|tanh"], named["@saturating"]], [named["elu|celu|selu"]]
+    codes = named["@nonlinear"]
+    rest = rules[rules.index(codes) + 1 :]
+    group = {"name": "group", "bits": widths[SMOOTH], "group_size": 128}
+    smooth = ActivationRule(op="@smooth", compressor=group)
     none = ActivationRule(op="@nonlinear", compressor=KEEP)
-    rest = [*_BIAS, rows, ActivationRule(compressor=group)]
     return {
-        BALANCED: [*_SATURATING, _HARDSWISH, _SILU, _ELU, codes, *rest],
-        CODES: [*_SATURATING, *_EXACT_CODES, _ELU, codes, *rest],
-        GROUPS: [*_SATURATING, *_EXACT_CODES, _ELU, smooth, codes, *rest],
+        BALANCED: rules,
+        CODES: [*saturating, *_EXACT_CODES, *elu, codes, *rest],
+        GROUPS: [*saturating, *_EXACT_CODES, *elu, smooth, codes, *rest],
         ONLY_CODES: [*_EXACT_CODES, codes],
         ONLY_GROUPS: [*_EXACT_CODES, none, *rest],
     }[scheme]
+
+
+@cache
+def _balanced() -> list[tuple[ActivationRule, str]]:
+    """Return the rules of `balanced`, each with the key of `DEFAULT` that is its width, or ""."""
+    path = Path(configs.__file__).parent / "activations" / "fewbit3_group4.yaml"
+    rules = [ActivationRule(**rule) for rule in yaml.safe_load(path.read_text("utf-8"))["rules"]]
+    kinds: dict[Any, str] = {("derivative", DEFAULT[CODE]): CODE, ("group", DEFAULT[REST]): REST}
+    specs = [{} if rule.compressor == KEEP else rule.compressor for rule in rules]
+    return [
+        (rule, kinds.get((spec.get("name"), spec.get("bits")), ""))
+        for rule, spec in zip(rules, specs, strict=True)
+    ]
 
 
 def state_rules(variant: str) -> list[StateRule]:
