@@ -8,6 +8,7 @@ import numpy as np
 
 from memtrain.config.sources import KEEP, Config
 from memtrain.plan.compressor_specs import compressor_spec
+from memtrain.planner.cost_model import COPY
 from memtrain.planner.goal import Goal, Objective
 from memtrain.planner.knapsack import Option, Segment, Solution, shrinking, thinned
 from memtrain.planner.optimizer_states import States
@@ -29,8 +30,8 @@ class CandidatePlan(NamedTuple):
     states: States
 
 
-def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
-    """Give options their seconds by the goal's rates, and errors in units of `balanced`'s.
+def priced(space: SearchSpace) -> list[Segment]:
+    """Give options their seconds by the bytes that they move, and errors in units of `balanced`'s.
 
     With released gradients none stays for later.
     """
@@ -38,7 +39,7 @@ def priced(space: SearchSpace, goal: Goal) -> list[Segment]:
     released = space.plan.config.gradients != KEEP
 
     def cost(option: Option) -> Option:
-        seconds = option.seconds + goal.rates.compressing(option)
+        seconds = option.seconds + option.moved / COPY
         return replace(option, seconds=seconds, error=option.error / unit)
 
     return [
@@ -68,7 +69,7 @@ def candidate_plans(
         sum(entry.on_device(separate_host) for entry in space.plan.entries(kind))
         for kind in ("weight", "gradient")
     )
-    base = 3 * goal.rates.seconds(space.work)
+    base = 3 * space.work.seconds
     saved = np.array(
         [(s.seconds, max(s.highest, s.saved, gradients), s.error) for s in solutions]
     ).reshape(-1, 3)

@@ -1,8 +1,11 @@
-"""Step time by bytes moved and arithmetic: the rates of a device, and the work of a forward."""
+"""Step time by bytes moved and arithmetic, and the work of a forward.
+
+The rates are of no device in particular: plans rank by bytes and work alone, and launches cost
+nothing.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -12,9 +15,14 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.activations.trace.fake_forward import trace
 from memtrain.compressors import Keep
-from memtrain.planner.knapsack import Option
 from memtrain.planner.schemes import BITS2, BITS4, FACTORED, TORCH
 
+COPY = 4.3e12
+"""Bytes per second, read plus written: an H200's copy."""
+FLOPS = 1e14
+"""Arithmetic per second: a tenth of its peak in bfloat16."""
+HOST, BUS = 2e11, 5e10
+"""Bytes per second of the memory beside the device, read plus written, and of the bus, one way."""
 _REREAD = {BITS4: 4.5, FACTORED: 4.1, BITS2: 4.7}
 """Bytes per parameter that two passes over a tensor read again."""
 
@@ -26,73 +34,26 @@ class Work(NamedTuple):
     """Of matrix products and convolutions."""
     nbytes: float = 0.0
     """Bytes that all ops read and write."""
-    n_ops: float = 0.0
-    """Ops, without those that only make views."""
+
+    @property
+    def seconds(self) -> float:
+        """The time; arithmetic and traffic do not overlap."""
+        return self.flops / FLOPS + self.nbytes / COPY
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rates:
-    """Throughputs of a device, and its fixed cost per op.
+def step_seconds(
+    optimizer: Optimizer, variant: str, n_params: int, nbytes: int, bus: int = 0
+) -> float:
+    """Return the time of an optimizer's step over `n_params` elements.
 
-    The defaults are of no device in particular: bytes at 4.3 TB/s, an H200's copy, and arithmetic
-    at a tenth of its peak in bfloat16, so that plans rank by bytes and work alone; a launch costs
-    nothing. Beside it are a host of 200 GB/s and a bus of 50 GB/s each way.
-
-    Example:
-        >>> Rates().seconds(Work(flops=0.0, nbytes=4.3e12))
-        1.0
+    `nbytes` are the bytes of its states under the variant. `bus` are the bytes of gradients and
+    weights that cross the bus if the states are in host memory; that the copies overlap with the
+    backward is ignored.
     """
-
-    name: str = "byte counts"
-    """Of the device; printed beside a plan."""
-    copy: float = 4.3e12
-    """Bytes per second, read plus written."""
-    flops: float = 1e14
-    """Of matrix products, per second."""
-    pack: float = 4.3e12
-    """Bytes per second, read plus written, of compressing and decompressing in groups."""
-    launch: float = 0.0
-    """Seconds that any op takes besides its bytes and its arithmetic."""
-    call: float = 0.0
-    """Seconds that compressing, or decompressing, takes besides its bytes."""
-    host: float = 2e11
-    """Bytes per second, read plus written, of the memory beside the device."""
-    bus: float = 5e10
-    """Bytes per second between that and the device, one way."""
-
-    def __post_init__(self) -> None:
-        for name in ("copy", "flops", "pack", "launch", "call", "host", "bus"):
-            value, least = getattr(self, name), name in ("launch", "call")
-            sound = isinstance(value, int | float) and 0 <= value < float("inf")
-            if not sound or (value == 0 and not least):
-                allowed = "0 or more" if least else "above 0"
-                raise ValueError(f"{name}={value!r} is out of range; allowed: {allowed}")
-
-    def seconds(self, work: Work) -> float:
-        """Return the time of a part of a forward; arithmetic and traffic do not overlap."""
-        return work.flops / self.flops + work.nbytes / self.copy + work.n_ops * self.launch
-
-    def compressing(self, option: Option) -> float:
-        """Return the time to compress in the forward and to decompress in the backward.
-
-        A tensor is read and written once more, and its payload is written and read. A replaced op
-        only writes and reads its payload.
-        """
-        return option.moved / self.pack + option.calls * self.call
-
-    def step(
-        self, optimizer: Optimizer, variant: str, n_params: int, nbytes: int, bus: int = 0
-    ) -> float:
-        """Return the time of an optimizer's step over `n_params` elements.
-
-        `nbytes` are the bytes of its states under the variant. `bus` are the bytes of gradients and
-        weights that cross the bus if the states are in host memory; that the copies overlap with
-        the backward is ignored.
-        """
-        moved = 12.0 * n_params + 2 * nbytes + _REREAD.get(variant, 0.0) * n_params
-        if variant != TORCH and type(optimizer) not in (Adam, AdamW, SGD):
-            moved += 16.0 * n_params
-        return moved / self.host + bus / self.bus if bus else moved / self.copy
+    moved = 12.0 * n_params + 2 * nbytes + _REREAD.get(variant, 0.0) * n_params
+    if variant != TORCH and type(optimizer) not in (Adam, AdamW, SGD):
+        moved += 16.0 * n_params
+    return moved / HOST + bus / BUS if bus else moved / COPY
 
 
 def measure_forward(model: nn.Module, batch: Any, paths: Sequence[str]) -> dict[str, Work]:
@@ -136,13 +97,10 @@ class _Counter(TorchDispatchMode):
         out = func(*args, **kwargs)
         count = self.flops.get(func._overloadpacket)
         flops = float(count(*args, **kwargs, out_val=out)) if count else 0.0
-        view = _is_view(func)
-        nbytes = 0.0 if view else _moved((args, kwargs, out))
+        nbytes = 0.0 if _is_view(func) else _moved((args, kwargs, out))
         for path in {"", self.path}:
             before = self.found.get(path, Work())
-            self.found[path] = Work(
-                before.flops + flops, before.nbytes + nbytes, before.n_ops + (not view)
-            )
+            self.found[path] = Work(before.flops + flops, before.nbytes + nbytes)
         return out
 
 

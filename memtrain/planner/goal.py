@@ -10,7 +10,6 @@ from memtrain.audit.peak import Moment, StepOptions, Timeline
 from memtrain.config.sizes import format_size
 from memtrain.config.sources import KEEP, nearest
 from memtrain.plan.plan import Plan
-from memtrain.planner.cost_model import Rates
 from memtrain.planner.schemes import LOSSLESS, RECOMPUTED
 
 ALLOWED = ("quantise", "recompute", "release", "weights")
@@ -45,8 +44,6 @@ class Goal:
     optimizer states in the update, in units of `optim=rank1_4bit`'s."""
     objective: Objective = "time"
     """`time`: the fastest step; `error`: the least noise."""
-    rates: Rates = Rates()  # noqa: RUF009 (a frozen value)
-    """Throughputs of the device."""
     options: StepOptions = StepOptions()  # noqa: RUF009 (a frozen value)
     """Options of the step whose peak is predicted."""
 
@@ -78,7 +75,7 @@ class Fit:
     timeline: Timeline
     """The predicted step."""
     seconds: float
-    """Predicted time of a step, by the rates."""
+    """Predicted time of a step, by `planner.cost_model`."""
     plain_seconds: float
     """Predicted time of a baseline step."""
     error: float
@@ -87,8 +84,6 @@ class Fit:
     """Variant of optimizer states."""
     chosen: Mapping[str, int]
     """Option -> number of groups of saved tensors, or of blocks (`recompute`)."""
-    rates: str
-    """Name of the rates."""
 
     @property
     def peak(self) -> Moment:
@@ -108,7 +103,7 @@ class Fit:
         return [
             ("budget", format_size(self.budget)),
             ("promised peak", f"{format_size(self.peak.nbytes)}, in the {self.peak.label}"),
-            ("step time", f"{self.slower:+.1%} against plain PyTorch, by {self.rates}"),
+            ("step time", f"{self.slower:+.1%} against plain PyTorch, by byte counts"),
             ("noise", f"{self.error:.2f} of balanced's"),
             ("states", f"{self.states}{self._host_text()}; {kept}"),
             ("activations", chosen or "nothing to choose"),

@@ -32,8 +32,6 @@ class Option:
     """`keep`, `lossless`, or its lossy compressors: `derivative 3 + group 4`."""
     moved: int = 0
     """Bytes read and written by compressing and decompressing."""
-    calls: int = 0
-    """Calls of compressors and of recomputed ops, without those inside replaced ops."""
     choices: Mapping[Any, Compressor | Keep] = field(default_factory=dict)
     """Site -> its choice."""
 

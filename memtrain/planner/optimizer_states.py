@@ -12,6 +12,7 @@ from memtrain.config.sources import CPU, Config, Optim, StateRule
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.predicted_bytes import training_dtypes
 from memtrain.plan.rules import state_site
+from memtrain.planner.cost_model import step_seconds
 from memtrain.planner.goal import Goal
 from memtrain.planner.noise import moment_error
 from memtrain.planner.schemes import BITS2, BITS4, state_rules
@@ -97,7 +98,7 @@ def _states(plan: Plan, model: nn.Module, optimizer: Optimizer, variant: str, go
                 chosen = chosen.for_shape(param.shape)[0]
             error += moment_error(state, chosen) * param.numel() / total
     bus = sum(bus_bytes(model, plan.config, param) for param in params.values())
-    seconds = goal.rates.step(optimizer, variant, total, moved, bus)
+    seconds = step_seconds(optimizer, variant, total, moved, bus)
     return States(variant, seconds, nbytes, error, plan.config.optim)
 
 

@@ -95,7 +95,7 @@ def saved_items(
 
 def pareto_options(options: Sequence[Option]) -> list[Option]:
     """Return the first option, `keep`, and the options that none dominates, largest first."""
-    columns = [(option.nbytes, option.error, option.moved, option.calls) for option in options]
+    columns = [(option.nbytes, option.error, option.moved) for option in options]
     rows = [row for row in pareto_front(np.array(columns, dtype=float)).tolist() if row]
     rest = sorted((options[row] for row in rows), key=lambda option: (-option.nbytes, option.error))
     return [options[0], *rest]
@@ -221,8 +221,8 @@ def _candidates(schemes: Sequence[_Trace]) -> list[Option]:
 
 
 def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
-    """Return all widths that make a difference, and the costs at each: [widths, 4]."""
-    fixed, moving = np.zeros(4), dict[str, np.ndarray]()
+    """Return all widths that make a difference, and the costs at each: [widths, 3]."""
+    fixed, moving = np.zeros(3), dict[str, np.ndarray]()
     for saved in tensors:
         if not (name := saved.width):
             fixed += _cost(saved, DEFAULT)
@@ -233,7 +233,7 @@ def _table(tensors: _Trace) -> tuple[list[Mapping[str, int]], np.ndarray]:
     totals = fixed[None]
     for name, table in moving.items():
         found = [{**widths, name: bits} for widths in found for bits in _widths(name)]
-        totals = (totals[:, None] + table[None]).reshape(-1, 4)
+        totals = (totals[:, None] + table[None]).reshape(-1, 3)
     return found, totals
 
 
@@ -241,19 +241,19 @@ def _widths(name: str) -> range:
     return range(NARROW[name], 9)
 
 
-def _cost(saved: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int, int]:
-    """Return bytes, error, moved bytes and calls."""
+def _cost(saved: SavedTensor, widths: Mapping[str, int]) -> tuple[int, float, int]:
+    """Return bytes, error and moved bytes."""
     record, nbytes = saved.record, saved.record.planned
     if saved.width:
         nbytes += saved.slope * (widths[saved.width] - DEFAULT[saved.width])
     root = _at(saved.root, saved, widths)
     if not record.compressor or isinstance(root, Keep) or root.is_identity:
-        return nbytes, 0.0, 0, 0
+        return nbytes, 0.0, 0
     if record.compressor == _PAYLOAD:
-        return nbytes, _error(saved, root) if saved.first else 0.0, 2 * nbytes, 0
+        return nbytes, _error(saved, root) if saved.first else 0.0, 2 * nbytes
     size = prod(record.shape) * getattr(torch, record.dtype).itemsize
     passes = 1 if record.reason == SHARED else 2  # decompressed only, or compressed before
-    return nbytes, _error(saved, root), passes * size + 2 * nbytes, passes
+    return nbytes, _error(saved, root), passes * size + 2 * nbytes
 
 
 def _error(saved: SavedTensor, root: Compressor) -> float:
@@ -290,8 +290,8 @@ def _option(tensors: _Trace, widths: Mapping[str, int]) -> Option:
             names.add(_named(chosen))
     name = " + ".join(sorted(names)) or (LOSSLESS if packed else KEEP)
     costs = [_cost(saved, widths) for saved in tensors]
-    nbytes, error, moved, calls = map(sum, zip(*costs, strict=True)) if costs else (0, 0.0, 0, 0)
-    return Option(0.0, nbytes, error, name, moved, calls, choices)
+    nbytes, error, moved = map(sum, zip(*costs, strict=True)) if costs else (0, 0.0, 0)
+    return Option(0.0, nbytes, error, name, moved, choices)
 
 
 @cache

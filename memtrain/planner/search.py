@@ -33,7 +33,7 @@ from memtrain.planner.candidates import (
     count_options,
     priced,
 )
-from memtrain.planner.cost_model import Rates
+from memtrain.planner.cost_model import step_seconds
 from memtrain.planner.goal import DoesNotFit, Fit, Goal, Progress, silent
 from memtrain.planner.knapsack import Solution, solve
 from memtrain.planner.optimizer_states import States, gather_states
@@ -182,11 +182,10 @@ def fit(
         budget=size,
         timeline=timeline(index),
         seconds=best.seconds,
-        plain_seconds=_baseline_seconds(optimizer, best.space, goal.rates),
+        plain_seconds=_baseline_seconds(optimizer, best.space),
         error=best.error,
         states=best.states.variant,
         chosen=count_options(best),
-        rates=goal.rates.name,
     )
 
 
@@ -244,7 +243,7 @@ def _candidates(
             space = replace(spaces[key], plan=plan)
             if (key, gradients) not in solved:
                 progress("combinations", 0, 0)
-                segments = priced(space, goal)
+                segments = priced(space)
                 solved[key, gradients] = solve(segments, goal.max_error, goal.objective)
             candidates += candidate_plans(
                 space,
@@ -278,11 +277,11 @@ def _converts(model: nn.Module, batch: Any, config: Config) -> Any:
     return next(iter(dtypes.values())) if changed else None
 
 
-def _baseline_seconds(optimizer: Optimizer, space: SearchSpace, rates: Rates) -> float:
+def _baseline_seconds(optimizer: Optimizer, space: SearchSpace) -> float:
     """Return the time of a step of the baseline."""
     n_params = sum(p.numel() for group in optimizer.param_groups for p in group["params"])
     states = sum(entry.nbytes for entry in space.plan.entries("state"))
-    return 3 * rates.seconds(space.work) + rates.step(optimizer, TORCH, n_params, states)
+    return 3 * space.work.seconds + step_seconds(optimizer, TORCH, n_params, states)
 
 
 def _plan(

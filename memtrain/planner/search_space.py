@@ -57,7 +57,7 @@ def gather(
         )
         if paths:
             for path, nbytes in _input_bytes(plan, model, batch, paths).items():
-                seconds = goal.rates.seconds(work.get(path, Work()))
+                seconds = work.get(path, Work()).seconds
                 recomputed[path] = Option(seconds, nbytes, name=RECOMPUTED)
     return SearchSpace(_segments(model, items, paths, recomputed), work[""], plan)
 

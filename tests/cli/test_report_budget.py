@@ -159,7 +159,6 @@ def test_what_the_planner_found_is_in_the_json_and_in_the_tables(report, setting
         timeline=Timeline((Moment("step", "step", 2**20, {"weights": 2**20}),)),
         seconds=1.2, plain_seconds=1.0, error=0.5,
         states="factored", chosen={"group 4": 2, "recompute": 1},
-        rates="byte counts",
     )  # fmt: skip
     data = ReportData(report, settings, fit=found)
     content = json.loads(as_text(data))["planner"]

@@ -17,6 +17,7 @@ from memtrain.audit.peak.predict import predict
 from memtrain.config.sources import ActivationRule, Activations, Config, Optim
 from memtrain.planner import ALLOWED, DoesNotFit, Goal, fit, make_plan, search
 from memtrain.planner.candidates import CandidatePlan, best_candidates, config_of
+from memtrain.planner.cost_model import BUS, HOST
 from memtrain.planner.knapsack import Sums, solve
 from memtrain.planner.optimizer_states import gather_states
 from memtrain.planner.schemes import STATES, TORCH
@@ -74,7 +75,7 @@ def proxy(monkeypatch, gathered):
     """Peaks from the plan's own bytes, and traces that are made once: both take seconds."""
 
     def gather_once(model, optimizer, config, batch, goal, progress):
-        key = (str(config), "quantise" in goal.names, "recompute" in goal.names, goal.rates)
+        key = (str(config), "quantise" in goal.names, "recompute" in goal.names)
         if key not in gathered:
             gathered[key] = gather(model, optimizer, config, batch, goal)
         return gathered[key]
@@ -253,9 +254,9 @@ def test_states_in_host_memory_cost_time_and_no_bytes_of_a_device():
         (states,) = gather_states(model, optimizer, config, [TORCH], goal)
         assert states.nbytes == nbytes
         # The gradient goes over and the weight comes back, four bytes each.
-        bus = 8 * numel / goal.rates.bus
+        bus = 8 * numel / BUS
         moved = (12 + 8 + 8) * numel + 2 * 4 * 4
-        assert math.isclose(states.seconds, moved / goal.rates.host + bus)
+        assert math.isclose(states.seconds, moved / HOST + bus)
 
 
 @pytest.mark.nightly

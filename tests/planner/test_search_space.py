@@ -14,8 +14,8 @@ from memtrain.audit.peak import StepOptions
 from memtrain.compressors import DerivativeCode, Group, Keep, Key
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import Config, Optim, StateRule
-from memtrain.planner import Goal, Rates
-from memtrain.planner.cost_model import Work, measure_forward
+from memtrain.planner import Goal
+from memtrain.planner.cost_model import COPY, measure_forward, step_seconds
 from memtrain.planner.knapsack import Option
 from memtrain.planner.noise import derived_error, moment_error, relative_error
 from memtrain.planner.optimizer_states import gather_states
@@ -165,17 +165,9 @@ def test_a_code_loses_what_its_own_table_does():
     assert derived_error(group, "gelu") != relative_error(group, "gelu")
 
 
-def test_rates():
-    with pytest.raises(ValueError, match="copy=0"):
-        Rates(copy=0)
-    assert Rates(copy=10.0, flops=2.0).seconds(Work(4.0, 50.0)) == 7.0
-    assert Rates(copy=10.0, launch=0.5).seconds(Work(0.0, 50.0, 4)) == 7.0
-    option = Option(nbytes=4, moved=40, calls=3)
-    assert Rates(pack=10.0, call=2.0, launch=9.0).compressing(option) == 40 / 10 + 3 * 2
-    with pytest.raises(ValueError, match=r"launch=-1.* 0 or more"):
-        Rates(launch=-1.0)
-    by_hand = Rates(copy=1.0).step(torch.optim.AdamW([torch.ones(1)]), "torch", 10, 80)
-    assert by_hand == 12 * 10 + 2 * 80
+def test_the_step_moves_weights_gradients_and_states():
+    seconds = step_seconds(torch.optim.AdamW([torch.ones(1)]), "torch", 10, 80)
+    assert seconds == (12 * 10 + 2 * 80) / COPY
 
 
 def test_the_candidates_are_those_of_the_steps_device():

@@ -61,7 +61,7 @@ def _peak(lines: Mapping[str, Timeline]) -> dict[str, Any] | None:
 
 def _planner(fit: Fit) -> dict[str, Any]:
     """Return the predictions for a plan with a budget, and its choices."""
-    names = ("budget", "seconds", "plain_seconds", "error", "states", "chosen", "rates")
+    names = ("budget", "seconds", "plain_seconds", "error", "states", "chosen")
     return {
         "promised_peak": fit.peak.nbytes,
         "moment": dataclasses.asdict(fit.peak),
