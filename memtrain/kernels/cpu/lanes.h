@@ -2,30 +2,10 @@
 // namespace, so it has no include guard. F are floats and I are integers; what is theirs alone
 // (splat, select, top_of, widen, narrow, root, decode, encode ...) has a file per instruction set.
 
-#if defined(MT_AVX2)
-#include "lanes_avx2.h"
-#else
-typedef float F __attribute__((vector_size(64)));
-typedef int32_t I __attribute__((vector_size(64)));
-
-MT_INLINE F load(const float* p) {
-  F v;
-  __builtin_memcpy(&v, p, sizeof v);
-  return v;
-}
-MT_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
-MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
-MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
-MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
-
 #if defined(MT_AVX512)
 #include "lanes_avx512.h"
 #else
-#include "lanes_portable.h"
-#endif
-#endif
-
-#if !defined(MT_AVX512)
+#include "lanes_pairs.h"
 MT_HELPER float least_of(F v) {
   float x = v[0];
   for (int l = 1; l < 16; ++l) x = v[l] < x ? v[l] : x;

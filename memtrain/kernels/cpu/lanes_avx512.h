@@ -1,5 +1,17 @@
 // What sixteen lanes are in AVX-512: one register. Included by lanes.h.
 
+typedef float F __attribute__((vector_size(64)));
+typedef int32_t I __attribute__((vector_size(64)));
+
+MT_INLINE F load(const float* p) {
+  F v;
+  __builtin_memcpy(&v, p, sizeof v);
+  return v;
+}
+MT_INLINE void store(float* p, F v) { __builtin_memcpy(p, &v, sizeof v); }
+MT_INLINE F select(I where, F a, F b) { return where ? a : b; }
+MT_INLINE I imax(I a, I b) { return a > b ? a : b; }
+MT_INLINE I imin(I a, I b) { return a < b ? a : b; }
 
 #define MT_UNROLL(n) _Pragma(MT_TEXT(GCC unroll n))
 #define MT_HELPER MT_INLINE
