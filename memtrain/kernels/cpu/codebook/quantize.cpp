@@ -4,7 +4,6 @@
 #include <cstring>
 
 #include "halves.h"
-#include "packing/codes.h"
 
 namespace memtrain {
 

@@ -8,7 +8,6 @@
 #include <cstring>
 
 #include "floats/runs.h"
-#include "packing/codes.h"
 
 namespace memtrain {
 

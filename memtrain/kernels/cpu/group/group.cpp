@@ -7,7 +7,6 @@
 #include <vector>
 
 #include "floats/runs.h"
-#include "packing/codes.h"
 
 namespace memtrain {
 

@@ -3,7 +3,7 @@
 #define MT_SELF "packing/pack.cpp"
 #include <cstring>
 
-#include "packing/codes.h"
+#include "common.h"
 
 namespace memtrain {
 

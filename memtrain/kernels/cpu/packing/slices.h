@@ -1,6 +1,8 @@
 // Codes of sixteen positions of a block's eight slices, and their packed bytes (layout:
 // kernels/packing/bits.py). Included once per instruction set, after foreach_isa.h.
 
+constexpr int lanes_of(int bits) { return bits % 2 ? 8 : bits % 4 ? 4 : bits % 8 ? 2 : 1; }
+
 // run(bits) with a constant that equals `bits`.
 template <typename Run>
 inline void with_bits(int64_t bits, const Run& run) {
