@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-CODEBOOKS = ("DE", "DE-0", "Linear", "Power-2", "Power-3")
+CODEBOOKS = ("DE", "DE-0", "Linear", "Power-1.5", "Power-2", "Power-3")
 _FLOAT = re.compile(r"E([1-5])M([0-6])")
 
 
@@ -48,7 +48,8 @@ def codebook(name: str, bits: int = 4, signed: bool = True) -> tuple[float, ...]
       Signed DE has +1 and no -1.
     - `"DE-0"`: unsigned DE with the smallest value in place of zero.
     - `"Linear"`: unsigned k / 2**bits from k = 1; signed even on [-1, 1].
-    - `"Power-2"` and `"Power-3"`: powers of Linear's magnitudes.
+    - `"Power-1.5"`, `"Power-2"` and `"Power-3"`: powers of Linear's magnitudes. Signed Power-1.5
+      has 0 and +1, and no -1: (k / 2**(bits - 1))**1.5 with the sign of k.
     - A small float such as `"E2M1"`: exponent and mantissa bits, with subnormals, without Inf and
       NaN, divided by its largest value. It has its own bits only. The code of -0 repeats -1.
 
@@ -77,14 +78,17 @@ def codebook(name: str, bits: int = 4, signed: bool = True) -> tuple[float, ...]
     if name in ("DE", "DE-0"):
         values = _dynamic_exponent(bits, signed)
         return values if name == "DE" else (values[1], *values[1:])
-    return _power(1 if name == "Linear" else int(name[-1]), bits, signed)
+    return _power(1.0 if name == "Linear" else float(name.removeprefix("Power-")), bits, signed)
 
 
-def _power(exponent: int, bits: int, signed: bool) -> tuple[float, ...]:
+def _power(exponent: float, bits: int, signed: bool) -> tuple[float, ...]:
     size = 2**bits
     if not signed:
         return tuple(((k + 1) / size) ** exponent for k in range(size))
-    even = [2 * k / (size - 1) - 1 for k in range(size)]
+    if exponent == 1.5:
+        even = [2 * (k + 1) / size - 1 for k in range(size)]
+    else:
+        even = [2 * k / (size - 1) - 1 for k in range(size)]
     return tuple(x * abs(x) ** (exponent - 1) for x in even)
 
 
