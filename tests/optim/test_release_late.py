@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from memtrain.api import wrap
 from memtrain.audit.peak.predict import predict
 from memtrain.kernels.dispatch import backend
 from memtrain.optim import AdamW4bit
@@ -170,3 +171,24 @@ def test_a_16_bit_gradients_norm_takes_no_copy_of_it():
     grad = model.weight.nbytes
     most = max(m.parts.get("temporaries", 0) for m in timeline.moments if m.phase == "backward")
     assert most < 1.1 * grad  # 16 MiB, and the scalars of a step
+
+
+def test_the_gradient_of_a_head_above_512_mib_is_multiplied_once():
+    """Its norm, which NaN and Inf are found by, reads the gradient that the step takes."""
+    model, products = nn.Linear(1, 1, bias=False), []
+    model.weight = nn.Parameter(torch.zeros(131_073, 2048, dtype=torch.bfloat16))
+
+    class Recorded(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.mm.default:
+                products.append(len(args[0]) * args[1].shape[1])
+            return function(*args, **(kwargs or {}))
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=2.0**-7)
+    model, optimizer = wrap(model, optimizer, ["preset=all_four", "weights=keep"])
+    with Recorded():
+        model(torch.ones(2, 2048, dtype=torch.bfloat16)).sum().backward()
+        optimizer.step()
+    assert products == [2 * 131_073, 131_073 * 2048]
+    assert (model.weight == -(2.0**-6)).all()
+    assert optimizer.norm == pytest.approx(2 * (131_073 * 2048) ** 0.5)
