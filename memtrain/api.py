@@ -20,7 +20,7 @@ from memtrain.optim.states.first_step import inner_optimizer
 from memtrain.optim.states.known_optimizers import is_tested
 from memtrain.optim.states.optimizer_hooks import chain
 from memtrain.optim.states.plain_checkpoints import refuse_payloads
-from memtrain.optim.wrappers.apply import KEEP, apply, check, check_release, check_removable, remove
+from memtrain.optim.wrappers.apply import KEEP, apply, check, check_release, remove
 from memtrain.optim.wrappers.wrapper import WeakRef
 from memtrain.plan.plan import Plan, make_plan
 from memtrain.plan.training_warnings import (
@@ -270,42 +270,40 @@ def unwrap(model: nn.Module | Sequence[nn.Module], optimizer: Any) -> tuple[nn.M
     """
     outer_model = module_list_of(model, map(inner_optimizer, _as_list(optimizer)))
     inner_model = inside_compiled(outer_model) or outer_model
-    return outer_model, _with_inner_optimizers(optimizer, lambda inner: _unwrap(inner_model, inner))
+
+    def undo(inner: list[Optimizer]) -> list[Optimizer]:
+        _check_optimizers(wrapped_of(inner_model), inner)
+        return _unwrap(inner_model, inner)
+
+    return outer_model, _with_inner_optimizers(optimizer, undo)
 
 
-def _unwrap(model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
-    wrapped = wrapped_of(model)
-    plan = wrapped.plan
-    for optimizer in optimizers:
-        check_removable(optimizer, plan.config)
-    _check_all_optimizers(wrapped, optimizers)
-    plain = remove(optimizers, wrapped.handles)
-    if plan.state_rules:
-        for one in plain:
-            if not isinstance(one, optim.CompressedStates):
-                raise ValueError(_wrong_optimizer_message(one))
-        plain = [optim.restore(one) for one in plain]
-    _detach(model, plain)
-    return plain
-
-
-def _wrong_optimizer_message(optimizer: Optimizer) -> str:
-    return (
-        f"unwrap needs the optimizer that wrap returned, not a plain {type(optimizer).__name__}; "
-        "to unwrap a copy of both, copy them together: copy.deepcopy((model, optimizer))"
-    )
-
-
-def _check_all_optimizers(wrapped: Wrapped, optimizers: list[Optimizer]) -> None:
-    """Raise unless these are all optimizers of the model, as far as they are known."""
-    known = wrapped.optimizers()
-    if any(one is None for one in known):  # of a copy
+def _check_optimizers(wrapped: Wrapped, optimizers: list[Optimizer]) -> None:
+    """Raise unless `wrap` returned these optimizers and no others with the model."""
+    known, config = wrapped.optimizers(), wrapped.plan.config
+    is_plain = not wrapped.plan.state_rules and config.weights == config.gradients == KEEP
+    if None in known and is_plain:  # torch copies no hooks
         return
+    for one in optimizers:
+        if one not in known:
+            raise ValueError(
+                f"unwrap needs the optimizer that wrap returned, not this {type(one).__name__}; to "
+                "unwrap a copy of both, copy them together: copy.deepcopy((model, optimizer))"
+            )
     if len(known) != len(optimizers):
         raise ValueError(
             f"unwrap got {len(optimizers)} optimizers and wrap returned {len(known)} with this "
             "model; allowed: all of them, as the list that wrap returned"
         )
+
+
+def _unwrap(model: nn.Module, optimizers: list[Optimizer]) -> list[Optimizer]:
+    wrapped = wrapped_of(model)
+    plain = remove(optimizers, wrapped.handles)
+    if wrapped.plan.state_rules:
+        plain = [optim.restore(one) for one in plain]
+    _detach(model, plain)
+    return plain
 
 
 def _detach(model: nn.Module, optimizers: list[Optimizer]) -> None:

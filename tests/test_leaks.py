@@ -113,7 +113,7 @@ def test_a_part_of_a_model_that_is_gone_trains_on(preset):
 
 
 def stochastic(params):
-    choose = layout.Choice(first="B128/DE+SR", min_elements=0)
+    choose = layout.Choice(first="B128/DE+SR")
     return compress(torch.optim.SGD(params, lr=0.1, momentum=0.9), choose)
 
 

@@ -81,8 +81,8 @@ def first_choice(optimizer: Optimizer) -> layout.Choose:
     """Return the default `choose` of `compress`: that of the fused class with 4 bits, if any."""
     four = FUSED.get((type(optimizer), 4))
     if four is None:
-        return default_choice(optimizer, 0)
-    return layout.Choice(first=four.first_default, second=four.second_default, min_elements=0)
+        return default_choice(optimizer)
+    return layout.Choice(first=four.first_default, second=four.second_default)
 
 
 def becomes_fused(
@@ -115,8 +115,7 @@ def _packed(new: FusedStates, param: Tensor, state: dict[str, Any]) -> dict[str,
         if name == "step":
             packed[name] = torch.as_tensor(value).detach().to("cpu", counter_dtype(), copy=True)
         elif name in new.names and value is not None:
-            whole = value.detach().to(moment_dtype(param)).contiguous()
-            packed[name] = layout.pack(new.compressor(param, name)[0], whole)
+            packed[name] = new.load_plain(param, name, value)
     return packed
 
 

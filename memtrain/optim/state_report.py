@@ -90,7 +90,6 @@ def _rows(
     kind: type[FusedStates] | None = None,
 ) -> list[layout.StateRow]:
     fused = type(optimizer) if isinstance(optimizer, FusedStates) else kind
-    least = max(min_elements, getattr(choose, "min_elements", -1))
     rows = []
     for param, group, name in on_each(optimizer.param_groups):
         for state, value in _values(optimizer, param, group, fused).items():
@@ -109,8 +108,7 @@ def _rows(
                 nbytes = layout.payload_bytes(compressor, local(param).shape, value.dtype)
             else:
                 nbytes = sum(local(t).nbytes for t in _tensors(value))
-                kept = layout.too_small(param, least) or "kept: identity was chosen"
-                reason = reason or ("" if packed else kept)
+                reason = reason or ("" if packed else "kept: identity was chosen")
             rows.append(layout.StateRow(param, name, state, compressor, nbytes, reason))
     return rows
 

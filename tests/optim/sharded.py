@@ -20,7 +20,7 @@ blocks.MAX_VECTOR_BYTES = 1e9  # rank-1 and factored states of small tensors too
 def general(name, **options):
     def make(params):
         return optim.CompressedOptimizer(
-            getattr(torch.optim, name)(params, lr=1e-2), layout.Choice(min_elements=0, **options),
+            getattr(torch.optim, name)(params, lr=1e-2), layout.Choice(**options),
             min_elements=0,
         )  # fmt: skip
 

@@ -133,7 +133,7 @@ def test_a_parameter_that_grew_is_refused_before_anything_is_written(kind):
     weight.data = torch.ones(110, 64)  # as resize_token_embeddings does
     weight.grad = torch.ones(110, 64)
     before = copy.deepcopy([first_weight.detach(), [*optimizer.state.values()]])
-    with pytest.raises(ValueError, match="elements"):
+    with pytest.raises(ValueError, match=r"elements|needs"):
         optimizer.step()
     assert torch.equal(weight, torch.ones(110, 64))
     assert str(before) == str([first_weight.detach(), [*optimizer.state.values()]])

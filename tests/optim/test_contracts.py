@@ -79,7 +79,7 @@ def test_single_numbers_are_never_compressed(name):
     """A parameter of one number has the shape of its `step`, which must stay a count."""
     kind = getattr(torch.optim, name)
     params = [nn.Parameter(torch.tensor(2.0)), nn.Parameter(torch.randn(40, 40))]
-    choose = layout.Choice(min_elements=0)
+    choose = layout.Choice()
     optimizer = CompressedOptimizer(kind(params), choose, min_elements=0)
     plain = kind([nn.Parameter(params[0].detach().clone())])
     (twin,) = plain.param_groups[0]["params"]

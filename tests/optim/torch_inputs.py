@@ -106,7 +106,7 @@ def make(name: str, params: Any, **options: Any) -> torch.optim.Optimizer:
         return getattr(optim, name)(params, min_elements=0, **options)
     if name.startswith("compress"):
         return compress(plain(name, params, **options), min_elements=0)
-    choose = optim.Choice(min_elements=0)
+    choose = optim.Choice()
     return CompressedOptimizer(plain(name, params, **options), choose, min_elements=0)
 
 

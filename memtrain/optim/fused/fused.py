@@ -92,12 +92,11 @@ class FusedStates(CompressedStates):
         second: str | None = None,
         min_elements: int = layout.MIN_ELEMENTS,
     ) -> None:
-        self.choose = layout.Choice(
-            first=first or self.first_default,
-            second=second or self.second_default,
-            bits=self.bits,
-            min_elements=min_elements,
-        )
+        if min_elements < 0:
+            raise ValueError(f"min_elements must be at least 0, got {min_elements}")
+        first, second = first or self.first_default, second or self.second_default
+        self.choose = layout.Choice(first=first, second=second, bits=self.bits)
+        self.min_elements = min_elements
         super().__init__(params, defaults)
 
     def scalars(self, group: dict[str, Any], count: float) -> Scalars:
@@ -137,7 +136,8 @@ class FusedStates(CompressedStates):
         self.check({**self.defaults, **param_group})
         super().add_param_group(param_group)
         for param in self.param_groups[-1]["params"]:
-            compressors = [layout.decide(param, self.choose, name)[0] for name in self.names]
+            decided = [layout.decide(param, self.choose, n, self.min_elements) for n in self.names]
+            compressors = [compressor for compressor, _ in decided]
             if self.codecs(compressors) is None:
                 layout.refuse_fused_only(compressors, type(self).__name__)
 
@@ -218,7 +218,9 @@ class FusedStates(CompressedStates):
                     no_scalars: Any = ()
                     check_entry(self._entry(target, state, names, codecs, no_scalars))
                     continue
-                layout.check_payloads(compressors, [state[name] for name in names], target.param)
+                for name, compressor in zip(names, compressors, strict=True):
+                    if isinstance(state[name], dict):
+                        layout.check_payload(target.param, name, state[name], compressor)
 
     def _entries(self, group: dict[str, Any], targets: Sequence[Target]) -> Iterator[Entry]:
         """Yield an entry per parameter; update those without a fused kernel at once."""
@@ -232,12 +234,8 @@ class FusedStates(CompressedStates):
                     state[name] = zeros(compressor, param)
             if codecs is None:
                 self._step_whole(target, state, dict(zip(names, compressors, strict=True)), scalars)
-            elif names or not self._step_without_states(target, scalars):
+            else:
                 yield self._entry(target, state, names, codecs, scalars)
-
-    def _step_without_states(self, target: Target, scalars: Scalars) -> bool:
-        """Update a parameter that has no states; return False to leave it to the kernel."""
-        return False
 
     def _entry(
         self,
@@ -316,10 +314,10 @@ class FusedStates(CompressedStates):
         shapes: dict[str, tuple[int, ...]] = dict.fromkeys(self.names, param.shape)
         layout.check_states(param, values, {**shapes, "step": ()} if self.counts else shapes)
 
-    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+    def load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        """As `CompressedStates.load_plain`."""
         # The kernels read exact states as contiguous float32, whatever the checkpoint holds.
-        whole = value.detach().to(param.device, moment_dtype(param), copy=True).contiguous()
-        return super()._load_plain(param, name, whole)
+        return super().load_plain(param, name, value.to(moment_dtype(param)).contiguous())
 
 
 def check_numbers(group: dict[str, Any], known: Container[str] = ("betas", *_TITLES)) -> None:

@@ -5,13 +5,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.optim import SGD
-from torch.optim.sgd import sgd as plain_sgd
 
-from memtrain.kernels.step.update_rules import Scalars, SGDScalars, sgd
+from memtrain.kernels.step.update_rules import SGDScalars, sgd
 from memtrain.optim.fused.fused import FusedStates, variant
 from memtrain.optim.states import layout
-from memtrain.optim.states.shards import local
-from memtrain.optim.states.targets import Target
 
 
 class SGD4bit(FusedStates):
@@ -97,17 +94,6 @@ class SGD4bit(FusedStates):
         names = ("momentum", "dampening", "nesterov", "weight_decay", "maximize")
         options = {name: group[name] for name in names}
         return sgd(lr=float(group["lr"]), first=bool(count == 1), **options)
-
-    def _step_without_states(self, target: Target, scalars: Scalars) -> bool:
-        param, grad, guard, master = target
-        if master.any or guard is not None:
-            return False
-        # Without momentum there is nothing to compress: torch's function gives torch's own bits.
-        h: Any = scalars
-        options = {"weight_decay": h.l2, "lr": h.lr, "maximize": h.sign < 0}
-        still = {"momentum": 0.0, "dampening": 0.0, "nesterov": False}
-        plain_sgd([local(param)], [grad], [None], foreach=False, **still, **options)
-        return True
 
 
 SGD8bit = variant(

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
-from memtrain.compressors.base import Keep
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -20,7 +19,6 @@ from memtrain.optim.states.compressed_states import (
 )
 from memtrain.optim.states.first_step import (
     first_shapes,
-    first_states,
     gradient_dtype,
     raw_step,
 )
@@ -83,7 +81,7 @@ class CompressedOptimizer(CompressedStates):
         refuse(optimizer)
         for group in optimizer.param_groups:
             self.check(group)
-        self.choose = choose or default_choice(optimizer, layout.MIN_ELEMENTS)
+        self.choose = choose or default_choice(optimizer)
         self.min_elements = min_elements
         for group in optimizer.param_groups:
             self._refuse_fused_only(optimizer, group)
@@ -114,15 +112,10 @@ class CompressedOptimizer(CompressedStates):
         """Raise if a state that the optimizer will create has a compressor of fused steps."""
         params = group["params"]
         for param in [params] if isinstance(params, Tensor) else params:
-            if not isinstance(param, Tensor) or param.numel() <= self.min_elements:
-                continue
-            chosen = self.choose(param, "exp_avg")
-            if isinstance(chosen, Keep) or not chosen.fused_only:
-                continue
-            chosen, _ = layout.decide(param, self.choose, "exp_avg")
-            tiny = torch.empty((1,) * param.dim(), dtype=param.dtype, device="meta")
-            if "exp_avg" in first_states(optimizer, tiny, {**group, "params": [tiny]}, "cpu"):
-                layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
+            if isinstance(param, Tensor):
+                chosen, _ = layout.decide(param, self.choose, "exp_avg", self.min_elements)
+                if chosen.fused_only and "exp_avg" in first_shapes(optimizer, param, group):
+                    layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
 
     @torch.no_grad()
     @torch._disable_dynamo
@@ -190,7 +183,7 @@ class CompressedOptimizer(CompressedStates):
             values = self.state.get(param) if param.grad is not None else None
             for name, value in (values or {}).items():
                 if self.is_payload(param, name, value):
-                    layout.check_payloads([self.compressor(param, name)[0]], [value], param)
+                    layout.check_payload(param, name, value, self.compressor(param, name)[0])
             if values:
                 self.check_saved(param, values, group)
 

@@ -14,9 +14,9 @@ from memtrain.compressors import state_parts
 from memtrain.compressors.base import Compressor, Key
 from memtrain.optim.states import checkpoint_options, layout, optimizer_hooks, rows
 from memtrain.optim.states.checkpoint_options import KEY, numbered
-from memtrain.optim.states.per_parameter import number_of
+from memtrain.optim.states.per_parameter import number_of, stands_for
 from memtrain.optim.states.plain_checkpoints import check_options, refuse_subclasses, share_groups
-from memtrain.optim.states.shards import is_sharded, local, part_number, placed_as
+from memtrain.optim.states.shards import is_sharded, part_number, placed_as
 from memtrain.optim.states.stalled_weights import StalledWeights
 
 FORMAT = 1  # of compressed states
@@ -51,7 +51,7 @@ class CompressedStates(Optimizer):
 
     def compressor(self, param: Tensor, name: str) -> tuple[Compressor, str]:
         """Return the compressor of a state, and the reason if it is not the chosen one."""
-        param = getattr(param, "_stands_for", param)  # a float32 master, in its weight's place
+        param = stands_for(param)
         decided = self._decided.get(param)
         if decided is None:
             decided = self._decided[param] = {}
@@ -238,7 +238,8 @@ class CompressedStates(Optimizer):
             }
             self.check_saved(param, values, {**self.defaults, **group})
             for name, value in values.items():
-                self._check_payload(param, name, value)
+                if self.is_payload(param, name, value) or layout.is_packed(value, state_parts()):
+                    layout.check_payload(param, name, value, self.compressor(param, name)[0])
             plain[number] = {
                 name: None if self.is_payload(param, name, value) else value
                 for name, value in values.items()
@@ -254,26 +255,6 @@ class CompressedStates(Optimizer):
         # Blocks of a parameter that is not split cross rows.
         return layout.pack(compressor, live) if isinstance(live, Tensor) else live
 
-    def _check_payload(self, param: Tensor, name: str, value: Any) -> None:
-        """Raise `ValueError` for a payload of another size or of another compressor."""
-        if not (self.is_payload(param, name, value) or layout.is_packed(value, state_parts())):
-            return
-        compressor, _ = self.compressor(param, name)
-        like = torch.empty(local(param).shape, dtype=param.dtype, device="meta")
-        want = layout.pack(compressor, like)
-        sizes = {k: (tuple(t.shape), t.dtype) for k, t in value.items()}
-        wanted = (
-            {k: (tuple(t.shape), t.dtype) for k, t in want.items()}
-            if isinstance(want, dict)
-            else "a plain tensor"
-        )
-        if sizes != wanted:
-            raise ValueError(
-                f"state {name!r} of a parameter of shape {tuple(param.shape)} holds "
-                f"{sizes}, but {compressor} needs {wanted}: load it under the config that "
-                "saved it; memtrain.optim.portable_state_dict then gives one for any"
-            )
-
     def _restore_dtypes(self, loaded: dict[str, Any]) -> None:
         # Optimizer.load_state_dict casts every tensor, uint8 codes too, to the parameter's dtype.
         for number, param, _ in numbered(self.param_groups, loaded):
@@ -282,13 +263,14 @@ class CompressedStates(Optimizer):
                     fresh = {k: t.detach().to(param.device, copy=True) for k, t in value.items()}
                     self.state[param][name] = fresh
                 elif isinstance(value, Tensor) and name != "step" and value.shape == param.shape:
-                    self.state[param][name] = self._load_plain(param, name, placed_as(value, param))
+                    self.state[param][name] = self.load_plain(param, name, placed_as(value, param))
                 elif isinstance(value, Tensor):  # a counter: torch would share it with the source
                     known = self.state[param][name]
                     dtype = known.dtype if name == "step" else value.dtype  # and cast all others
                     self.state[param][name] = value.detach().to(known.device, dtype, copy=True)
 
-    def _load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+    def load_plain(self, param: Tensor, name: str, value: Tensor) -> Any:
+        """Return a state of a plain optimizer as this optimizer keeps it; never the same memory."""
         value = value.detach().to(param.device, copy=True)
         if layout.eligible(param, value):
             return value

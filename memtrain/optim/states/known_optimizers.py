@@ -52,9 +52,9 @@ def is_tested(optimizer: Optimizer) -> bool:
     return known and getattr(sys.modules.get(kind.__module__), kind.__qualname__, None) is kind
 
 
-def default_choice(optimizer: Optimizer, min_elements: int) -> layout.Choose:
+def default_choice(optimizer: Optimizer) -> layout.Choose:
     """Return the default `choose` of an optimizer: the paper's, or `keep`."""
-    return layout.Choice(min_elements=min_elements) if is_tested(optimizer) else keep
+    return layout.Choice() if is_tested(optimizer) else keep
 
 
 def keep(param: Tensor, state_name: str) -> Keep:

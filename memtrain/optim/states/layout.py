@@ -14,6 +14,7 @@ from memtrain.compressors.codebook import Block
 from memtrain.compressors.identity import Identity
 from memtrain.compressors.named import named
 from memtrain.optim.states import shards
+from memtrain.optim.states.per_parameter import stands_for
 
 Choose = Callable[[Tensor, str], Compressor | Keep]
 
@@ -35,14 +36,13 @@ class StateRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """The default `choose`: names for first moments and second moments, and the paper's rule.
+    """The default `choose`: names for first moments and second moments.
 
     Attributes:
         first: Name of the compressor of signed states (`named`).
         second: Name of the compressor of states that are never negative (`exp_avg_sq`).
         bits: Bits per code of both, 2 to 8.
         seed: Feeds the stochastic rounding of `+SR` names without a fused kernel.
-        min_elements: Parameters with at most this many elements keep exact states.
 
     Raises:
         ValueError: If a name is unknown.
@@ -54,13 +54,10 @@ class Choice:
 
     first: str = "B128/DE"
     second: str = "Rank-1/Linear"
-    min_elements: int = MIN_ELEMENTS
     bits: int = 4
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.min_elements < 0:
-            raise ValueError(f"min_elements must be at least 0, got {self.min_elements}")
         named(self.first, signed=True, bits=self.bits)
         named(self.second, signed=False, bits=self.bits)
 
@@ -73,8 +70,6 @@ class Choice:
 
     def __call__(self, param: Tensor, state_name: str) -> Compressor:
         """Return the compressor of one state of one parameter."""
-        if param.numel() <= self.min_elements:
-            return Identity()
         if is_unsigned(state_name):
             return named(self.second, signed=False, bits=self.bits)
         return named(self.first, signed=True, bits=self.bits)
@@ -105,7 +100,7 @@ def decide(
         return Identity(), COMPLEX
     if why := too_small(param, min_elements):
         return Identity(), why
-    chosen = choose(getattr(param, "_stands_for", param), state_name)
+    chosen = choose(stands_for(param), state_name)
     if isinstance(chosen, Keep):
         return Identity(), chosen.reason
     check_state(chosen, state_name)
@@ -206,16 +201,23 @@ def unpack(
     return shards.sharded_like(whole, like)
 
 
-def check_payloads(compressors: Iterable[Compressor], stored: Iterable[Any], like: Tensor) -> None:
-    """Raise `ValueError` for a payload of another size than that of a state of `like`."""
-    for compressor, value in zip(compressors, stored, strict=True):
-        if not isinstance(value, dict):
-            continue
-        try:
-            compressor.check_payload(Packed(value, shards.local(like).shape, torch.float32))
-        except ValueError as error:
-            hint = "Make a new optimizer for a parameter that has changed its size"
-            raise ValueError(f"a state: {error}. {hint}") from None
+def check_payload(param: Tensor, name: str, value: Any, compressor: Compressor) -> None:
+    """Raise `ValueError` for a payload of another compressor or of another size."""
+    want = pack(
+        compressor, torch.empty(shards.local(param).shape, dtype=param.dtype, device="meta")
+    )
+    wanted = "a plain tensor" if isinstance(want, Tensor) else _sizes(want)
+    if _sizes(value) != wanted:
+        raise ValueError(
+            f"state {name!r} of a parameter of shape {tuple(param.shape)} holds {_sizes(value)}, "
+            f"but {compressor} needs {wanted}: make a new optimizer for a parameter that has "
+            "changed its size; load a checkpoint under the config that saved it (memtrain.optim."
+            "portable_state_dict then gives one for any)"
+        )
+
+
+def _sizes(payload: dict[str, Tensor]) -> dict[str, Any]:
+    return {name: (tuple(x.shape), x.dtype) for name, x in payload.items()}
 
 
 _OPTIONAL = ("max_exp_avg_sq", "momentum_buffer", "grad_avg")

@@ -28,18 +28,19 @@ def group_of(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) ->
     return groups[_position(optimizer, param, groups)[2]]
 
 
-def stand_in(optimizer: Any, param: Tensor, leaf: Tensor) -> None:
-    """Give a leaf that is stepped in a parameter's place its number."""
-    optimizer._positions[id(leaf)] = (ref(leaf), *optimizer._positions[id(param)][1:])
+def stands_for(param: Any) -> Tensor:
+    """Return the parameter that a user has, in whose place a leaf is stepped."""
+    return getattr(param, "_stands_for", param)
 
 
 def _position(optimizer: Any, param: Tensor, groups: Sequence[dict[str, Any]]) -> Any:
     """Return a weak reference to a parameter, its number, its group and its index there."""
-    known = vars(optimizer).setdefault("_positions", {})
+    known, param = vars(optimizer).setdefault("_positions", {}), stands_for(param)
     found = known.get(id(param))
     if found is None or found[0]() is not param:  # another tensor had this id
         each = ((p, g, k) for g, group in enumerate(groups) for k, p in enumerate(group["params"]))
         known.clear()
-        known.update((id(p), (ref(p), n, g, k)) for n, (p, g, k) in enumerate(each))
+        for n, (p, g, k) in enumerate(each):
+            known[id(stands_for(p))] = ref(stands_for(p)), n, g, k
         found = known[id(param)]
     return found

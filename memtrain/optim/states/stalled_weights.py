@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.kernels.dispatch import is_simulated
+from memtrain.optim.states.per_parameter import stands_for
 from memtrain.optim.states.shards import local
 from memtrain.optim.states.targets import Part, Target
 
@@ -60,7 +61,7 @@ class StalledWeights:
 
     def _count(self, parts: Sequence[Part]) -> None:
         first = next((targets[0].param for _, targets in parts if targets), None)
-        key = id(getattr(first, "_stands_for", first))
+        key = id(stands_for(first))
         if not self._seen or key in self._seen:
             self._seen.clear()
             self.steps += 1

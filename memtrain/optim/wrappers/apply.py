@@ -150,18 +150,6 @@ def _around(
     return optimizer
 
 
-def check_removable(optimizer: Optimizer, config: Any) -> None:
-    """Raise ValueError unless this is an optimizer that `apply` returned."""
-    expected = Optimizer if config.weights == KEEP else SplitWeights
-    if config.gradients == RELEASE:
-        expected = ReleaseGradients
-    if config.optim.device == CPU:
-        expected = HostStates
-    if not isinstance(optimizer, expected):
-        name = type(optimizer).__name__
-        raise ValueError(f"unwrap needs the optimizer that wrap returned, not a plain {name}")
-
-
 def remove(optimizers: list[Optimizer], handles: list[Any]) -> list[Optimizer]:
     """Undo `apply`, and return the optimizers that it was called with."""
     for handle in handles:

@@ -2,8 +2,8 @@
 
 import weakref
 from collections.abc import Callable, Iterable
-from functools import partial, wraps
-from typing import Any, TypeVar
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,18 +11,6 @@ from torch import Tensor
 from memtrain.optim.wrappers.wrapper import WeakRef
 
 _engine: Any = torch.autograd.Variable._execution_engine  # pyright: ignore[reportAttributeAccessIssue]
-_F = TypeVar("_F", bound=Callable[..., Any])
-
-
-def one_at_a_time(method: _F) -> _F:
-    """Run the method under the object's `_lock`: autograd has one thread for each device."""
-
-    @wraps(method)
-    def inner(self: Any, *args: Any) -> Any:
-        with self._lock:
-            return method(self, *args)
-
-    return inner  # pyright: ignore[reportReturnType]
 
 
 class Backward:
@@ -68,11 +56,16 @@ class Backward:
         self._end, self._broke_off = None, False
 
 
+@torch.no_grad()
 def call_on_gradient(release: WeakRef[Any], param: Tensor) -> None:
-    """Notify the optimizer that a gradient is complete: a hook on each parameter."""
+    """Notify the optimizer that a gradient is complete: a hook on each parameter.
+
+    Autograd has one thread for each device, and the optimizer's lock lets one in.
+    """
     optimizer = release()
     if optimizer is not None:
-        optimizer.on_gradient(param)
+        with optimizer.lock:
+            optimizer.on_gradient(param)
 
 
 def released_by(param: Tensor) -> WeakRef[Any]:

@@ -20,7 +20,7 @@ from memtrain.optim.states.compressed_states import (
 )
 from memtrain.optim.states.first_step import raw_step
 from memtrain.optim.states.targets import refuse_sparse
-from memtrain.optim.wrappers.backward import hook_gradients, one_at_a_time
+from memtrain.optim.wrappers.backward import hook_gradients
 from memtrain.optim.wrappers.host_copies import HostCopies, HostWorker, copies_of
 from memtrain.optim.wrappers.host_parameters import HostParameters, Sent, check_whole
 from memtrain.optim.wrappers.release import ReleaseGradients, refuse_scaler
@@ -169,8 +169,6 @@ class HostStates(OptimizerWrapper):
                 release.zero_grad()
                 self._begun = self._begun and any(map(release.has_updated, self._leaves.values()))
 
-    @torch.no_grad()
-    @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
         """Send a complete gradient to the host, which steps its parameter."""
         release, grad = self._release, param.grad
@@ -280,7 +278,7 @@ class HostStates(OptimizerWrapper):
     def _start(self) -> None:
         """Create what copies and pickles lack."""
         self._handles: dict[Tensor, Any] = {}
-        self._lock = RLock()  # autograd brings gradients in one thread for each device
+        self.lock = RLock()
         self._worker = HostWorker()
         self._begun = False
 
@@ -314,7 +312,8 @@ class HostStates(OptimizerWrapper):
             self.host.receive(param, sent)
             try:
                 if self._release is not None:
-                    self._release.take(leaf, sent[0])
+                    with self._release.lock:  # the thread and autograd bring gradients
+                        self._release.take(leaf, sent[0])
             finally:
                 leaf.grad = None
 
@@ -348,7 +347,7 @@ class HostStates(OptimizerWrapper):
         return optimizer_hooks.find(self, SplitWeights)
 
 
-_RUNTIME = ("before", "_handles", "_lock", "_worker", "_begun")
+_RUNTIME = ("before", "_handles", "lock", "_worker", "_begun")
 
 
 def releasing(optimizer: Optimizer) -> ReleaseGradients | None:

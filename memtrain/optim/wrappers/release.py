@@ -15,7 +15,7 @@ from memtrain.optim.states.shards import wait_for_part
 from memtrain.optim.states.targets import Target, refuse_sparse
 from memtrain.optim.wrappers import gradient_norms
 from memtrain.optim.wrappers.accumulate import GradientSums
-from memtrain.optim.wrappers.backward import Backward, hook_gradients, one_at_a_time
+from memtrain.optim.wrappers.backward import Backward, hook_gradients
 from memtrain.optim.wrappers.late_changes import LateChanges
 from memtrain.optim.wrappers.release_checks import (
     broken_off,
@@ -137,7 +137,8 @@ class ReleaseGradients(OptimizerWrapper):
         self.after: Callable[[Tensor], None] | None = None
         """Called with each parameter that has been updated."""
         self._handles: dict[Tensor, Any] = {}
-        self._lock = RLock()
+        self.lock = RLock()
+        """Held while a gradient is applied."""
         params = [p for group in inner.param_groups for p in group["params"]]
         check_complex(params, clip, accumulate)
         check_separate(params)
@@ -189,7 +190,7 @@ class ReleaseGradients(OptimizerWrapper):
         These are incomplete sums, and the gradients that `global_norm` keeps. After a backward that
         raised (out of memory), the step that it began is over.
         """
-        with self._lock:
+        with self.lock:
             if self.backward.broke_off:
                 self.forget_step()
                 self._sums.steps += 1
@@ -241,12 +242,12 @@ class ReleaseGradients(OptimizerWrapper):
 
     def __getstate__(self) -> dict[str, Any]:
         runtime = {"_handles": {}, "_pending": [], "_waiting": [], "before": None, "after": None}
-        runtime |= {"_lock": None, "backward": None, "late_changes": None}
+        runtime |= {"lock": None, "backward": None, "late_changes": None}
         return {**super().__getstate__(), **runtime}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._lock, self.backward = RLock(), Backward()
+        self.lock, self.backward = RLock(), Backward()
         self.late_changes = LateChanges(self.accumulate if self.clip == "none" else 0)
         self._attach()
 
@@ -259,8 +260,6 @@ class ReleaseGradients(OptimizerWrapper):
         hook_gradients(self, self.params(), self._handles)
         self.late_changes.fewest = min(map(Tensor.numel, self._handles), default=0)
 
-    @torch.no_grad()
-    @one_at_a_time
     def on_gradient(self, param: Tensor) -> None:
         """Apply a complete gradient in the backward, unless a sum must wait."""
         grad = param.grad
@@ -277,7 +276,6 @@ class ReleaseGradients(OptimizerWrapper):
             if not stays:
                 param.grad = None
 
-    @one_at_a_time
     def take(self, param: Tensor, grad: Tensor) -> None:
         """Apply a gradient, or add it to the sum of its parameter's gradients."""
         if self.accumulate > 1:

@@ -13,6 +13,7 @@ from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.checkpoint_options import CORRECTION
 from memtrain.optim.states.compressed_states import closure_loss, refuse_capture
 from memtrain.optim.states.known_optimizers import is_separable
+from memtrain.optim.states.per_parameter import stands_for
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stalled_weights import StalledWeights
 from memtrain.optim.states.targets import Target, parts_of, refuse_sparse
@@ -275,8 +276,10 @@ class SplitWeights(OptimizerWrapper):
 
     def _convert(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            weight = getattr(param, "_stands_for", param)
-            if weight in self._keep or param.dtype not in (torch.float32, self.format.dtype):
+            if stands_for(param) in self._keep or param.dtype not in (
+                torch.float32,
+                self.format.dtype,
+            ):
                 continue
             whole = local(param.detach())
             low = torch.empty_like(whole, dtype=self.format.dtype)
@@ -310,7 +313,7 @@ class SplitWeights(OptimizerWrapper):
     def _leaf(self, param: Tensor) -> nn.Parameter:
         """Return the float32 master that another optimizer steps in a parameter's place."""
         leaf = nn.Parameter(self.master(param))
-        leaf._stands_for = getattr(param, "_stands_for", param)  # pyright: ignore[reportAttributeAccessIssue]
+        leaf._stands_for = stands_for(param)  # pyright: ignore[reportAttributeAccessIssue]
         return leaf
 
     def _write(self, param: Tensor, value: Tensor) -> None:

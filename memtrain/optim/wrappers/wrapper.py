@@ -19,7 +19,7 @@ from memtrain.optim.states.compressed_states import (
     restore_methods,
 )
 from memtrain.optim.states.first_step import raw_step
-from memtrain.optim.states.per_parameter import group_of, number_of, stand_in
+from memtrain.optim.states.per_parameter import group_of, number_of
 from memtrain.optim.states.plain_checkpoints import restore_dtypes, share_groups
 from memtrain.optim.states.shards import in_zero
 from memtrain.optim.states.targets import Target
@@ -91,7 +91,6 @@ def step_targets(
             gradients.append((leaf, leaf.grad))
             leaf.grad = grad.to(leaf.dtype)
     for param, leaf in masters.items():
-        stand_in(optimizer, param, leaf)
         _move_states(optimizer, param, leaf)
     try:
         _step_groups(optimizer, [alone for alone, _ in found.values()])
