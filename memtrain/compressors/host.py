@@ -11,24 +11,20 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from memtrain.compressors.base import SAVED, Compressor, Key, Packed
-from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
-from memtrain.kernels.dispatch import host_work, is_for_cuda, is_simulated, simulation
+from memtrain.kernels.copies_to_host import CopiesToHost, StreamedCopies
+from memtrain.kernels.dispatch import is_for_cuda
 
 
 class Transfers:
     """Copies of tensors to host memory and back, synchronous: not on CUDA, or fake tensors."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self._to_host = device, CopiesToHost()
 
     def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Start copies to the host."""
-        if is_simulated():  # as many copies are in flight as in a real run
-            in_flight = simulation.in_flight
-            del in_flight[: max(0, len(in_flight) + 1 - AT_ONCE)]
-            in_flight.append([*tensors.values()])
-        with host_work():
-            return {name: x.to("cpu", copy=True) for name, x in tensors.items()}
+        copies, _ = self._to_host.start([*tensors.values()])
+        return dict(zip(tensors, copies, strict=True))
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         """Start copies to the device; the second value is an argument of `wait`."""
@@ -36,38 +32,26 @@ class Transfers:
 
     def wait(self, tensors: Mapping[str, Tensor], started: Any) -> None:
         """Make later work on the device wait for the copies of `back`."""
-        simulation.in_flight.clear()
+        self._to_host.clear()  # mostly free: copies back have waited for earlier copies out
 
 
 class _Streams(Transfers):
     """CUDA: pinned host memory, and one side stream per direction.
 
     Device memory is reused in the order of the stream that was current when a copy to the host
-    started (`CopiesInFlight`) or a payload was requested. A copy back waits for its copy out. The
+    started (`StreamedCopies`) or a payload was requested. A copy back waits for its copy out. The
     returned tensors belong to the requesting stream; use on another stream is recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._in_flight = CopiesInFlight()
-
-    def out(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        stream = torch.cuda.current_stream(self.device)
-        self._in_flight.make_room()
-        self._out.wait_stream(stream)
-        with torch.cuda.stream(self._out):
-            copies = {name: _pinned(x) for name, x in tensors.items()}
-            for name, x in tensors.items():
-                copies[name].copy_(x, non_blocking=True)
-        self._in_flight.add(stream, self._out.record_event(), [*tensors.values()])
-        return copies
+        self._to_host, self._in = StreamedCopies(device), torch.cuda.Stream(device)
 
     def back(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], Any]:
         copies = {n: torch.empty_like(x, device=self.device) for n, x in tensors.items()}
         stream = torch.cuda.current_stream(self.device)
         self._in.wait_stream(stream)
-        self._in.wait_stream(self._out)
+        self._in.wait_stream(self._to_host.stream)
         with torch.cuda.stream(self._in):
             for name, x in tensors.items():
                 copies[name].copy_(x, non_blocking=True)
@@ -80,14 +64,10 @@ class _Streams(Transfers):
         if stream != requested:  # autograd runs each op on the stream of its forward
             for x in tensors.values():
                 x.record_stream(stream)
-        self._in_flight.clear()  # mostly free: copies back have waited for earlier copies out
+        super().wait(tensors, started)
 
 
-def _pinned(x: Tensor) -> Tensor:
-    return torch.empty(x.shape, dtype=x.dtype, device="cpu", pin_memory=True)
-
-
-_streams = cache(_Streams)
+_plain, _streams = cache(Transfers), cache(_Streams)
 
 
 def transfers(x: Tensor) -> Transfers | None:
@@ -95,7 +75,7 @@ def transfers(x: Tensor) -> Transfers | None:
     fake = isinstance(x, FakeTensor)
     if x.device.type in ("cpu", "meta") and not (fake and is_for_cuda(x)):
         return None
-    return _streams(x.device) if x.is_cuda and not fake else Transfers(x.device)
+    return (_streams if x.is_cuda and not fake else _plain)(x.device)
 
 
 _DEVICE = "device"  # an empty tensor on the payload's device

@@ -31,7 +31,7 @@ class _Simulation(threading.local):
     def __init__(self) -> None:  # Dynamo guards what an instance has, not what its class has
         self.device: str | None = None
         self.on_host = False
-        self.in_flight: list[Any] = []
+        self.in_flight: dict[int, Any] = {}
 
 
 simulation = _Simulation()

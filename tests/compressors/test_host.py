@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from memtrain.compressors import Group, Host, Identity, Key, Samples, host
+from memtrain.kernels import copies_to_host
 
 
 class Lane:
@@ -118,6 +119,16 @@ def test_inner_must_be_a_compressor():
         Host(inner="group")
 
 
+class Event:
+    """Stands for one of CUDA's."""
+
+    def __init__(self, blocking=False):
+        self.time = 0.0
+
+    def record(self, stream):
+        self.time = stream.time
+
+
 class Stream:
     """A queue of a device: what is asked of it begins at `time`, when all before it has ended."""
 
@@ -128,10 +139,12 @@ class Stream:
         self.time = max(self.time, other.time)
 
     def wait_event(self, event):
-        self.time = max(self.time, event)
+        self.wait_stream(event)
 
     def record_event(self):
-        return self.time
+        event = Event()
+        event.record(self)
+        return event
 
 
 class Bus:
@@ -147,12 +160,13 @@ class Bus:
         self.main, self.held, self.peak = self.current, 0, 0
         empty_like = torch.empty_like
         monkeypatch.setattr(torch.cuda, "Stream", Stream)
+        monkeypatch.setattr(torch.cuda, "Event", Event)
         monkeypatch.setattr(torch.cuda, "stream", self.entered)
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch, "empty_like", lambda x, device: self.allocated(empty_like(x)))
         monkeypatch.setattr(torch.Tensor, "record_stream", lambda x, s: x.memory.recorded.append(s))
         monkeypatch.setattr(torch.Tensor, "copy_", lambda *args, **how: self.copy(*args, **how))
-        monkeypatch.setattr(host, "_pinned", empty_like)
+        monkeypatch.setattr(copies_to_host, "pinned", empty_like)
         monkeypatch.setattr(host, "_newest", {})
 
     @contextmanager
@@ -163,13 +177,15 @@ class Bus:
 
     def copy(self, to, x, non_blocking):
         assert non_blocking
+        device = [one.memory for one in (to, x) if hasattr(one, "memory")]
+        assert all(self.current.time >= memory.made for memory in device), "copied too early"
         self.current.time += self.slow
-        for one in (to, x):
-            if hasattr(one, "memory"):  # of the device
-                one.memory.used_until = self.current.time
+        for memory in device:
+            memory.used_until = self.current.time
 
     def allocated(self, x):
-        x.memory = SimpleNamespace(stream=self.current, used_until=0.0, recorded=[])
+        now = self.current.time
+        x.memory = SimpleNamespace(stream=self.current, made=now, used_until=0.0, recorded=[])
         self.held += 1
         self.peak = max(self.peak, self.held)
         weakref.finalize(x, self.freed, x.memory)
@@ -272,6 +288,6 @@ def test_pinned_copies_lie_on_the_host_whatever_the_default_device(monkeypatch):
     with torch.device("meta"):
         # torch lists the functions that it serves once: before one is replaced.
         assert torch.empty(0).is_meta
-        monkeypatch.setattr(torch, "empty", lambda *sizes, **options: made.update(options))
-        host._pinned(torch.ones(2, device="cpu"))
-    assert made == {"dtype": torch.float32, "device": "cpu", "pin_memory": True}
+        monkeypatch.setattr(torch, "empty_like", lambda like, **options: made.update(options))
+        copies_to_host.pinned(torch.ones(2, device="cpu"))
+    assert made == {"device": "cpu", "pin_memory": True}

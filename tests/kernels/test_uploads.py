@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
+from memtrain.kernels.copies_to_host import AT_ONCE, StreamedCopies
 from memtrain.kernels.dispatch import backend
 from memtrain.kernels.step import launch, prepared, update_rules
 from memtrain.kernels.step.groups import inputs_of
@@ -141,26 +141,21 @@ class Raced(deque):
         return seen
 
 
-def in_flight():
-    waited = []
-    held, stream = CopiesInFlight(), SimpleNamespace(wait_event=waited.append)
-    for copied in range(AT_ONCE):
-        held.add(stream, copied, object())
+def in_flight(kept=deque):
+    waited, held = [], StreamedCopies.__new__(StreamedCopies)
+    stream = SimpleNamespace(wait_event=waited.append)
+    held._kept = kept((stream, copied, object()) for copied in range(AT_ONCE))
     return held, waited
 
 
 def test_a_stream_waits_for_each_copy_in_order():
     held, waited = in_flight()
-    held.make_room()
-    assert waited == [0]
     held.clear()
     held.clear()
     assert waited == [*range(AT_ONCE)]
 
 
-@pytest.mark.parametrize("give", [CopiesInFlight.make_room, CopiesInFlight.clear])
-def test_what_another_thread_gives_away_meanwhile_is_passed_over(give):
-    held, waited = in_flight()
-    held._kept = Raced(held._kept)
-    give(held)
+def test_what_another_thread_gives_away_meanwhile_is_passed_over():
+    held, waited = in_flight(Raced)
+    held.clear()
     assert waited == []

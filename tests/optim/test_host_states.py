@@ -405,24 +405,9 @@ def test_a_step_where_host_and_device_are_one_memory_is_predicted():
     assert report.host["weights"] == 3 * numel
 
 
-class Event:
-    """Stands for one of CUDA's."""
-
-    def __init__(self, blocking):
-        self.stream = test_host.Stream()
-
-    def record(self, stream):
-        self.stream.time = stream.time
-
-
 @pytest.mark.parametrize("slow", [0.3, 3.0])
 def test_gradients_of_two_streams_stay_until_their_own_has_waited_for_their_copy(monkeypatch, slow):
     bus, side = test_host.Bus(monkeypatch, slow), test_host.Stream()
-    monkeypatch.setattr(torch.cuda, "Event", Event)
-    monkeypatch.setattr(
-        test_host.Stream, "wait_event", lambda self, event: self.wait_stream(event.stream)
-    )
-    monkeypatch.setattr(CudaCopies, "host_memory", lambda self, like: torch.zeros(1))
     copies = CudaCopies(torch.device("cpu"))
     for stream in (bus.main, side, bus.main, side, side, bus.main):
         with bus.entered(stream):

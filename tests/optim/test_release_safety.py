@@ -58,7 +58,7 @@ def chain(depth=6):
 
 
 def beside(model, bus=None, **options):
-    def build(compressed, leaves=None):
+    def build(compressed):
         return ReleaseGradients(SplitWeights(compressed, "bf16+8"), **options)
 
     compressed = AdamW4bit(model.parameters(), lr=1e-2, min_elements=0)

@@ -32,6 +32,7 @@ from memtrain.optim.states.compressed_states import (
     closure_loss,
     refuse_capture,
 )
+from memtrain.optim.states.optimizer_hooks import notify_schedulers
 from memtrain.optim.states.per_parameter import group_of
 from memtrain.optim.states.shards import USUAL, local, shard_of
 from memtrain.optim.states.targets import (
@@ -155,7 +156,7 @@ class FusedStates(CompressedStates):
         refuse_capture()
         loss = closure_loss(closure)
         self.step_parts(parts_of(self.param_groups))
-        self.notify_schedulers()
+        notify_schedulers(self)
         return loss
 
     def step_targets(self, targets: Sequence[Target]) -> None:

@@ -23,6 +23,7 @@ from memtrain.optim.states.first_step import (
     raw_step,
 )
 from memtrain.optim.states.known_optimizers import default_choice, is_separable, is_tested
+from memtrain.optim.states.optimizer_hooks import notify_schedulers
 from memtrain.optim.states.shards import shard_of
 from memtrain.optim.states.targets import parts_of, refuse_sparse
 
@@ -130,7 +131,7 @@ class CompressedOptimizer(CompressedStates):
         """
         refuse_capture()
         loss = self.step_groups(self.param_groups, closure)
-        self.notify_schedulers()
+        notify_schedulers(self)
         return loss
 
     def step_groups(

@@ -118,11 +118,6 @@ class CompressedStates(Optimizer):
             restore_methods(original, self._methods)
         return original
 
-    def notify_schedulers(self) -> None:
-        """Mark the original as stepped: otherwise LR schedulers that reference it warn."""
-        if self.original is not None:
-            self.original._opt_called = True  # pyright: ignore[reportAttributeAccessIssue]
-
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()  # pyright: ignore[reportAttributeAccessIssue]
         values = {"choose": self.choose, "min_elements": self.min_elements, "_stall": self._stall}

@@ -33,6 +33,12 @@ def find(optimizer: Any, *kinds: type) -> Any:
     return next((one for one in chain(optimizer) if isinstance(one, kinds)), None)
 
 
+def notify_schedulers(optimizer: Optimizer) -> None:
+    """Mark the optimizers inside as stepped: otherwise LR schedulers made for them warn."""
+    for inner in chain(optimizer)[1:]:
+        inner._opt_called = True
+
+
 def share(optimizer: Optimizer, inner: Optimizer) -> None:
     """Share the present and later hooks of `inner` with `optimizer`."""
     for name in (*STEP, *SAVE, *LOAD):

@@ -127,7 +127,6 @@ def _around(
     config: Any,
     frozen: list[nn.Parameter],
     optimizer: Optimizer,
-    *_: Any,
 ) -> Optimizer:
     """Wrap an optimizer for the config's weights and gradients.
 

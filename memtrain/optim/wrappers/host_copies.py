@@ -1,6 +1,5 @@
 """Copies between a device and host memory, beside the work of both."""
 
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from functools import cache
@@ -11,8 +10,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from memtrain.kernels.copies_in_flight import AT_ONCE, CopiesInFlight
-from memtrain.kernels.dispatch import simulation
+from memtrain.kernels.copies_to_host import CopiesToHost, StreamedCopies, pinned
 
 IN_FLIGHT = 4
 """Gradients between their copy and their step: a backward waits for a slower host."""
@@ -21,15 +19,14 @@ IN_FLIGHT = 4
 class HostCopies:
     """Copies of gradients to the host and of weights to the device, without streams.
 
-    They serve all devices except CUDA, and fake tensors. In a simulated step for CUDA as many
-    gradients stay alive as `CudaCopies` has in flight.
+    They serve all devices except CUDA, and fake tensors.
     """
 
     beside = False
     """Whether the device runs while the host steps: the host then steps in a thread."""
 
     def __init__(self) -> None:
-        self._simulated: deque[Tensor] = deque(maxlen=AT_ONCE)
+        self._to_host = CopiesToHost()
 
     def host_memory(self, like: Tensor) -> Tensor:
         """Allocate host memory for fast copies."""
@@ -37,9 +34,8 @@ class HostCopies:
 
     def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
         """Start a copy to the host; the second value is for `wait`. `x` may be freed at once."""
-        if simulation.device == "cuda":
-            self._simulated.append(x)
-        return x.to("cpu", copy=True), None
+        copies, started = self._to_host.start([x])
+        return copies[0], started
 
     def wait(self, started: Any) -> None:
         """Block the host until a copy to it is complete."""
@@ -50,38 +46,21 @@ class HostCopies:
 
     def join(self) -> None:
         """Make later work of the device wait for the copies of `to_device`; do not block."""
-        self._simulated.clear()
+        self._to_host.clear()
 
 
 class CudaCopies(HostCopies):
-    """Copies through pinned host memory, on one side stream per direction.
-
-    At most `AT_ONCE` copies are in flight, so a backward keeps at most that many more gradients.
-    """
+    """Copies through pinned host memory, on one side stream per direction."""
 
     beside = True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._down, self._up = torch.cuda.Stream(device), torch.cuda.Stream(device)
-        self._in_flight = CopiesInFlight()
+        self._to_host, self._up = StreamedCopies(device), torch.cuda.Stream(device)
 
     def host_memory(self, like: Tensor) -> Tensor:
         """Allocate pinned memory."""
-        return torch.empty_like(like, device="cpu", pin_memory=True)
-
-    def to_host(self, x: Tensor) -> tuple[Tensor, Any]:
-        """As `HostCopies.to_host`."""
-        stream = torch.cuda.current_stream(self.device)
-        self._in_flight.make_room()
-        copy = self.host_memory(x)
-        self._down.wait_stream(stream)
-        with torch.cuda.stream(self._down):
-            copy.copy_(x, non_blocking=True)
-            made = torch.cuda.Event(blocking=True)  # a host that spins would take the steps' core
-            made.record(self._down)
-        self._in_flight.add(stream, made, x)
-        return copy, made
+        return pinned(like)
 
     def wait(self, started: Any) -> None:
         """As `HostCopies.wait`."""
@@ -95,7 +74,7 @@ class CudaCopies(HostCopies):
     def join(self) -> None:
         """As `HostCopies.join`."""
         torch.cuda.current_stream(self.device).wait_stream(self._up)
-        self._in_flight.clear()
+        super().join()
 
 
 class HostWorker:

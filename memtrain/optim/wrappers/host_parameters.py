@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from memtrain.kernels.dispatch import host_work
 from memtrain.optim.states.shards import is_sharded
 from memtrain.optim.wrappers.host_copies import HostCopies
 from memtrain.optim.wrappers.weights import set_dtype
@@ -70,8 +69,7 @@ class HostParameters:
         copies, weight, version = self.copies(param), None, param._version
         if self._versions.get(param) != version:
             weight = copies.to_host(param.detach())[0], version
-        with host_work():
-            return *copies.to_host(grad), weight
+        return *copies.to_host(grad), weight
 
     def receive(self, param: Tensor, sent: Sent) -> None:
         """Wait for the copies that `send` started, and set the gradient of the parameter's copy."""

@@ -1,6 +1,6 @@
 """Optimizer states in host memory: gradients go there, weights are stepped and come back."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from threading import RLock
 from types import MappingProxyType
@@ -19,6 +19,7 @@ from memtrain.optim.states.compressed_states import (
     refuse_capture,
 )
 from memtrain.optim.states.first_step import raw_step
+from memtrain.optim.states.optimizer_hooks import notify_schedulers
 from memtrain.optim.states.targets import refuse_sparse
 from memtrain.optim.wrappers.backward import hook_gradients
 from memtrain.optim.wrappers.host_copies import HostCopies, HostWorker, copies_of
@@ -27,7 +28,7 @@ from memtrain.optim.wrappers.release import ReleaseGradients, refuse_scaler
 from memtrain.optim.wrappers.weights import SplitWeights, set_dtype
 from memtrain.optim.wrappers.wrapper import OptimizerWrapper
 
-Build = Callable[[CompressedStates, Mapping[Tensor, Tensor]], Optimizer]
+Build = Callable[[CompressedStates], Optimizer]
 
 
 class HostStates(OptimizerWrapper):
@@ -54,7 +55,7 @@ class HostStates(OptimizerWrapper):
     def __init__(
         self,
         compressed: CompressedStates,
-        build: Build = lambda compressed, leaves: compressed,
+        build: Build = lambda compressed: compressed,
         *,
         copies: Callable[[Tensor], HostCopies] = copies_of,
     ) -> None:
@@ -72,7 +73,7 @@ class HostStates(OptimizerWrapper):
         compressed.param_groups = [self.host.group(group) for group in self._groups]
         states = [(p, compressed.state.pop(p)) for p in params if p in compressed.state]
         compressed.state.update((self._leaves[p], _moved(state, "cpu")) for p, state in states)
-        super().__init__(build(compressed, self._leaves))
+        super().__init__(build(compressed))
         self.host.finish(params)
         self._attach()
 
@@ -83,8 +84,7 @@ class HostStates(OptimizerWrapper):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        if "_inner_methods" in vars(self):  # not inside Optimizer.__init__
-            self._groups = value
+        self._groups = value
 
     @property
     def state(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -94,10 +94,6 @@ class HostStates(OptimizerWrapper):
         return MappingProxyType(
             {p: states[leaf] for p, leaf in self._leaves.items() if leaf in states}
         )
-
-    @state.setter
-    def state(self, value: Any) -> None:
-        """Is set by `Optimizer.__init__` alone."""
 
     @property
     def _release(self) -> ReleaseGradients | None:
@@ -153,7 +149,7 @@ class HostStates(OptimizerWrapper):
                 param.grad = None
         _copy_options(self.inner.param_groups, self._groups)
         self._attach()
-        self.notify_schedulers()
+        notify_schedulers(self)
         return loss
 
     @torch._disable_dynamo
@@ -193,11 +189,10 @@ class HostStates(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Raise RuntimeError: the copies on the host are made once."""
-        if "_inner_methods" in vars(self):  # not inside Optimizer.__init__
-            raise RuntimeError(
-                "add_param_group with optim.device='cpu': add the group before memtrain.wrap, or "
-                "memtrain.unwrap first and wrap again"
-            )
+        raise RuntimeError(
+            "add_param_group with optim.device='cpu': add the group before memtrain.wrap, or "
+            "memtrain.unwrap first and wrap again"
+        )
 
     @torch._disable_dynamo
     def state_dict(self) -> dict[str, Any]:

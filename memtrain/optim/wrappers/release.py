@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.optim.states.compressed_states import closure_loss, refuse_capture
+from memtrain.optim.states.optimizer_hooks import notify_schedulers
 from memtrain.optim.states.shards import wait_for_part
 from memtrain.optim.states.targets import Target, refuse_sparse
 from memtrain.optim.wrappers import gradient_norms
@@ -180,7 +181,7 @@ class ReleaseGradients(OptimizerWrapper):
         self._attach()
         self._sums.steps += 1
         self.advance()
-        self.notify_schedulers()
+        notify_schedulers(self)
         return loss
 
     @torch._disable_dynamo
@@ -218,12 +219,11 @@ class ReleaseGradients(OptimizerWrapper):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks; its gradients are released too."""
-        if "_inner_methods" in vars(self):
-            params = param_group["params"]
-            params = [params] if isinstance(params, Tensor) else list(params)
-            check_complex(params, self.clip, self.accumulate)
-            super().add_param_group({**param_group, "params": params})
-            self._attach()
+        params = param_group["params"]
+        params = [params] if isinstance(params, Tensor) else list(params)
+        check_complex(params, self.clip, self.accumulate)
+        super().add_param_group({**param_group, "params": params})
+        self._attach()
 
     def wrapper_state(self) -> dict[str, Any]:
         """Return the last norm, which `previous` clips by, and the count of skipped updates."""

@@ -13,6 +13,7 @@ from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.states.checkpoint_options import CORRECTION
 from memtrain.optim.states.compressed_states import closure_loss, refuse_capture
 from memtrain.optim.states.known_optimizers import is_separable
+from memtrain.optim.states.optimizer_hooks import notify_schedulers
 from memtrain.optim.states.per_parameter import stands_for
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stalled_weights import StalledWeights
@@ -154,7 +155,7 @@ class SplitWeights(OptimizerWrapper):
                 self.step_targets(some)
             self._stall.after(watched)
         self.advance()
-        self.notify_schedulers()
+        notify_schedulers(self)
         return loss
 
     def step_targets(self, targets: Sequence[Target]) -> None:
@@ -184,8 +185,7 @@ class SplitWeights(OptimizerWrapper):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks; its parameters are converted."""
         super().add_param_group(param_group)
-        if "_inner_methods" in vars(self):
-            self._convert(self.param_groups[-1]["params"])
+        self._convert(self.param_groups[-1]["params"])
 
     def master(self, param: Tensor) -> Tensor:
         """Return the float32 value of a parameter: a new tensor, sharded as the parameter is."""

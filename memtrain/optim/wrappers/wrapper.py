@@ -133,14 +133,15 @@ class OptimizerWrapper(Optimizer):
         if isinstance(inner, LBFGS):
             raise TypeError("LBFGS is refused: it needs all parameters and gradients at once")
         self.inner = inner
-        super().__init__([{"params": g["params"]} for g in inner.param_groups], {})
-        self._adopt()
-
-    def _adopt(self) -> None:
-        inner = self.inner
-        self.defaults = inner.defaults
-        optimizer_hooks.share(self, inner)
         self._inner_methods = refuse_methods(inner, ["step"])
+        self._share()
+
+    def _share(self) -> None:
+        """Initialize torch's base class, without the groups and states of its `__init__`."""
+        self.defaults = {}
+        optimizer_hooks.share(self, self.inner)
+        super().__setstate__({})
+        self.defaults = self.inner.defaults
 
     def refuse_replaced(self, known: Iterable[Tensor]) -> None:
         """Raise at the first step or gradient if the groups lack a parameter in `known`."""
@@ -175,8 +176,7 @@ class OptimizerWrapper(Optimizer):
 
     @state.setter
     def state(self, value: Any) -> None:
-        if "_inner_methods" in vars(self):  # not inside Optimizer.__init__
-            self.inner.state = value
+        self.inner.state = value
 
     @property
     def param_groups(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -185,8 +185,7 @@ class OptimizerWrapper(Optimizer):
 
     @param_groups.setter
     def param_groups(self, value: Any) -> None:
-        if "_inner_methods" in vars(self):
-            self.inner.param_groups = value
+        self.inner.param_groups = value
 
     def __getstate__(self) -> dict[str, Any]:
         values = {k: v for k, v in vars(self).items() if not k.startswith("_optimizer_")}
@@ -194,15 +193,13 @@ class OptimizerWrapper(Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
-        optimizer_hooks.share(self, self.inner)
-        super().__setstate__({})
+        self._share()
         if self.copied_hooks is not None:
             self.copied_hooks.attach(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks and defaults."""
-        if "_inner_methods" in vars(self):
-            self.inner.add_param_group(param_group)
+        self.inner.add_param_group(param_group)
 
     def params(self) -> Iterator[Tensor]:
         """Every parameter of every group."""
@@ -224,11 +221,6 @@ class OptimizerWrapper(Optimizer):
         """Record the end of a step of the whole model."""
         if isinstance(self.inner, OptimizerWrapper):
             self.inner.advance()
-
-    def notify_schedulers(self) -> None:
-        """Mark the optimizers inside as stepped: otherwise schedulers made for them warn."""
-        for inner in optimizer_hooks.chain(self.inner):
-            inner._opt_called = True
 
     def wrapper_state(self) -> dict[str, Any]:
         """Return the wrapper's own counters, which a checkpoint has in each parameter group."""
