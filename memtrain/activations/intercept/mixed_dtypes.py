@@ -17,6 +17,8 @@ convolution scaled_dot_product_attention multi_head_attention_forward lstm gru r
 lstm_cell gru_cell rnn_tanh_cell rnn_relu_cell prelu
 """
 LOWERED = callables(*_LOWERED.split())
+STATISTICS = callables("batch_norm", "instance_norm")
+"""Functions that write to running statistics without a new version."""
 
 Run = Callable[[Sequence[Any], Mapping[str, Any]], Any]
 
@@ -32,8 +34,9 @@ def run_mixed(
     """Run an op as it is; where torch refuses its dtypes, run it as autocast would.
 
     float32 beside weights of two bytes: matrix products and convolutions take the weights' dtype,
-    ops in place that of what they change, all others float32. An op that does not know the weights'
-    dtype (`avg_pool3d` on a CPU, `torch.fft`) runs in float32, and its result is rounded to it.
+    all other ops float32. An op that does not know the weights' dtype (`avg_pool3d` on a CPU,
+    `torch.fft`) runs in float32, and its result is rounded to it. What an op writes to a cast
+    argument is copied to the argument: an op in place keeps its dtype.
 
     An error that stays is torch's own, with a note of the module and the fix where dtypes are
     mixed.
@@ -50,38 +53,53 @@ def run_mixed(
         raise
     except RuntimeError as error:
         found = {x.dtype for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
-        to = None if "out" in kwargs else _dtype(low, function, args, found)
-        if to is None:
+        if low not in found:
             raise
+        mixed = torch.float32 in found
+        to = low if mixed and function in LOWERED else torch.float32
         try:
-            result = run(*tree_map_only(Tensor, lambda x: _cast(x, low, to), (args, kwargs)))
+            result = _run_cast(run, low, to, function, args, kwargs)
         except RuntimeError:
-            if torch.float32 in found:
+            if mixed:
                 error.add_note(
                     f"memtrain: {function.__name__} of module {module!r} is given float32 "
                     f"beside weights of {low}: cast there, or use weights=keep"
                 )
             raise error from None
-    if torch.float32 in found:
+    if mixed:
         return result
-    return tree_map_only(Tensor, lambda x: _cast(x, low, low), result)
+    return tree_map_only(Tensor, lambda x: x.to(low) if x.dtype == torch.float32 else x, result)
 
 
-def _dtype(
-    low: torch.dtype, function: Any, args: Sequence[Any], found: set[torch.dtype]
-) -> torch.dtype | None:
-    """Return the dtype to try in place of those that are there; None: there is none."""
-    if low not in found:
-        return None
-    name = getattr(function, "__name__", "")
-    plain = name.startswith("__") and not name.startswith(("__i", "__setitem__"))
-    in_place = name.endswith("_") and not plain
-    if torch.float32 not in found:
-        return None if in_place else torch.float32
-    if in_place:
-        return args[0].dtype if args and isinstance(args[0], Tensor) else None
-    return low if function in LOWERED else torch.float32
+def _run_cast(
+    run: Run,
+    low: torch.dtype,
+    to: torch.dtype,
+    function: Any,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> Any:
+    """Run an op on casts of its arguments; copy back what it writes to them."""
+    casts: list[tuple[Tensor, Tensor, int]] = []  # argument, its cast, the cast's version
+
+    def cast(x: Tensor) -> Tensor:
+        if x.dtype == to or x.dtype not in (low, torch.float32):
+            return x
+        casts.append((x, y := _cast(x, to), y._version))
+        return y
+
+    result = run(*tree_map_only(Tensor, cast, (args, kwargs)))
+    written: dict[int, Tensor] = {}
+    for x, y, version in casts:
+        is_statistic = function in STATISTICS and x.dim() == 1 and not x.requires_grad
+        if y._version != version or is_statistic:
+            written[id(y)] = x.copy_(y)
+    return tree_map_only(Tensor, lambda y: written.get(id(y), y), result)
 
 
-def _cast(x: Tensor, low: torch.dtype, to: torch.dtype) -> Tensor:
-    return x.to(to) if x.dtype in (low, torch.float32) else x
+def _cast(x: Tensor, to: torch.dtype) -> Tensor:
+    """Return a copy with a version counter."""
+    if not torch.is_inference_mode_enabled():
+        return x.to(to)
+    with torch.inference_mode(False), torch.no_grad():
+        return x.to(to)

@@ -4,10 +4,11 @@ import math
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import memtrain
+from memtrain.activations.intercept.mixed_dtypes import run_mixed
 
 pytestmark = pytest.mark.filterwarnings("ignore:the plan compresses saved activations")
 
@@ -131,3 +132,35 @@ def test_what_is_changed_in_place_keeps_its_dtype():
     cfg = ["preset=all_four", "float32_outputs=false"]
     model, _ = memtrain.wrap(model, torch.optim.SGD(model.parameters()), cfg)
     assert model(torch.ones(4, 64)).dtype == torch.bfloat16
+
+
+WRITES = {
+    Tensor.index_add_: lambda x, y: x.index_add_(0, torch.tensor([0]), y),
+    Tensor.__setitem__: lambda x, y: x.__setitem__(torch.tensor([0]), y),
+    torch.mm: lambda x, y: torch.mm(y.new_ones(1, 1), y, out=x),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True], ids=["", "inference"])
+@pytest.mark.parametrize("function", WRITES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("low", [0, 1], ids=["low", "wide"])
+def test_what_an_op_writes_to_a_cast_argument_is_in_the_argument(function, low, inference):
+    dtypes = [torch.float32, torch.float32]
+    dtypes[low] = torch.bfloat16
+    with torch.inference_mode(inference):
+        x, y = torch.zeros(1, 8, dtype=dtypes[0]), torch.ones(1, 8, dtype=dtypes[1])
+        run = lambda args, kwargs: WRITES[function](*args)  # noqa: E731
+        result = run_mixed(run, torch.bfloat16, function, "", (x, y), {})
+        assert x.dtype == dtypes[0]
+        assert x.eq(1).all()
+        assert y.eq(1).all()
+        assert result is x or function is Tensor.__setitem__
+
+
+def test_running_statistics_of_two_bytes_are_updated():
+    torch.manual_seed(0)
+    x, halves = torch.randn(8, 4), {"dtype": torch.bfloat16}
+    mean, var, weight = torch.zeros(4, **halves), torch.ones(4, **halves), torch.ones(4, **halves)
+    run = lambda args, kwargs: F.batch_norm(*args)  # noqa: E731
+    run_mixed(run, torch.bfloat16, F.batch_norm, "", (x, mean, var, weight, None, True), {})
+    assert mean.equal((0.1 * x.mean(0)).bfloat16())
