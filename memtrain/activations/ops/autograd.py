@@ -5,10 +5,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active as _in_transform
-from torch._C._functorch import unwrap_if_dead
 from torch.autograd import Function
-from torch.compiler import is_compiling
 
 from memtrain.activations.saved.known_ops import GELU, REPLACED_NODES
 
@@ -26,11 +23,7 @@ def autograd_function(
     twice: bool = False,
     like: type = GELU,
 ) -> Callable[..., Any]:
-    """Create an autograd Function from two functions; return its `apply` without Python overhead.
-
-    torch's own looks for a `setup_context`, refuses to run in a transform of torch.func without
-    one, and unwraps the tensors that a finished transform left, all in Python: as long as a small
-    kernel. This calls it in a transform or a compilation only.
+    """Create an autograd Function from two functions; return its `apply`.
 
     `forward(ctx, x, ...)` returns the result; its name less `_forward` names the graph's node.
     `backward(ctx, *grads)` returns a tuple, with a gradient or None for each of forward's first
@@ -80,20 +73,7 @@ def autograd_function(
     methods = {"forward": staticmethod(forward), "backward": staticmethod(checked)}
     function = cast("type[Function]", type(name, (Function,), methods))
     REPLACED_NODES[cast(Any, function)._backward_cls] = like
-    in_cpp = cast(Any, super(Function, function)).apply
-
-    def apply(x: Tensor, *others: Any) -> Any:
-        if is_compiling() or _in_transform():
-            return function.apply(x, *others)
-        return in_cpp(unwrap_if_dead(x), *others)
-
-    def apply_to_many(*args: Any) -> Any:
-        if is_compiling() or _in_transform():
-            return function.apply(*args)
-        live = [None if x is None else unwrap_if_dead(x) for x in args[:tensors]]
-        return in_cpp(*live, *args[tensors:])
-
-    return apply if tensors == 1 else apply_to_many
+    return function.apply
 
 
 def is_batched(grad: Tensor | None) -> bool:

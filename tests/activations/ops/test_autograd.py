@@ -45,30 +45,3 @@ def test_several_tensors_and_a_second_derivative():
     y = scale(x, 3.0)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         torch.autograd.grad(y.sum(), x, create_graph=True)
-
-
-def test_a_compiled_function_is_the_same():
-    x, twin = (torch.ones(5, requires_grad=True) for _ in range(2))
-    compiled = torch.compile(lambda x: scale(x, 3.0), backend="aot_eager", fullgraph=True)
-    y = compiled(x)
-    y.sum().backward()
-    scale(twin, 3.0).sum().backward()
-    assert torch.equal(y, 3 * x)
-    assert torch.equal(x.grad, twin.grad)
-
-
-def test_a_transform_is_refused_as_torch_does():
-    with pytest.raises(RuntimeError, match="setup_context"):
-        torch.func.grad(lambda x: scale(x, 3.0).sum())(torch.ones(3))
-
-
-def test_what_is_left_of_a_transform_is_taken_off():
-    left = []
-
-    def leak(x):
-        left.append(x)
-        return x.sum()
-
-    torch.func.grad(leak)(torch.ones(3))
-    assert torch.equal(scale(left[0], 3.0), torch.full((3,), 3.0))
-    assert torch.equal(product(torch.ones(3), left[0], 2), torch.ones(3))
