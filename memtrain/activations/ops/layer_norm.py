@@ -6,7 +6,7 @@ of sums; else they are torch's own.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -84,31 +84,20 @@ def rms_norm(
     return _rms_norm(x, weight, size, eps, variant, compressor, key)
 
 
-def _llama(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return weight * x_hat.to(dtype)
+VARIANTS = ("torch", "llama", "cast_last", "gemma", "t5")
+"""Forms of an RMS norm: torch's own function, and those that models write out."""
 
 
-def _cast_last(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (weight.float() * x_hat).to(dtype)
-
-
-def _gemma(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    return (x_hat * (1.0 + weight.float())).to(dtype)
-
-
-def _t5(x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
-    half = weight.dtype in (torch.float16, torch.bfloat16)
-    return weight * (x_hat.to(weight.dtype) if half else x_hat)
-
-
-VARIANTS: dict[str, Callable[[Tensor, Tensor, torch.dtype], Tensor] | None] = {
-    "torch": None,
-    "llama": _llama,
-    "cast_last": _cast_last,
-    "gemma": _gemma,
-    "t5": _t5,
-}
-"""How a form makes its value of x_hat, the weight and x's dtype; None: torch's own function."""
+def _value(variant: str, x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the value of a form that a model writes out; x has this `dtype`."""
+    if variant in ("cast_last", "gemma"):
+        wide = weight.float()
+        return (x_hat * (1.0 + wide if variant == "gemma" else wide)).to(dtype)
+    narrow = dtype
+    if variant == "t5":
+        half = weight.dtype in (torch.float16, torch.bfloat16)
+        narrow = weight.dtype if half else x_hat.dtype
+    return weight * x_hat.to(narrow)
 
 
 def _layer_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
@@ -179,13 +168,14 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     compressor: Compressor,
     key: Key,
 ) -> Tensor:
-    make = VARIANTS[variant]
-    double = make is None and x.dtype == torch.float64
+    double = variant == "torch" and x.dtype == torch.float64
     arithmetic = torch.float64 if double else torch.float32
     added = torch.finfo(arithmetic).eps if eps is None else eps
     ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if variant == "gemma" else 0.0
     codes = compressor.group_codes(key)
-    if codes is not None and _keeps_dtype(variant, x.dtype, weight):
+    # One pass gives a value of the dtype of x.
+    same = weight is None or variant in ("cast_last", "gemma") or weight.dtype == x.dtype
+    if codes is not None and same:
         ctx.output = partial(_rms_norm_output, variant, x.dtype, x.dtype)
         scale = None if weight is None or not ctx.plus else ctx.plus + weight.float()
         how: dict[str, Any] = {"scale": scale, "narrow": variant in ("llama", "t5")}
@@ -196,10 +186,10 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     wide = x.to(arithmetic)
     rstd = torch.rsqrt(wide.pow(2).mean(ctx.dims, keepdim=True) + added)
     x_hat = wide * rstd
-    if make is None or weight is None:  # others than torch's form have a weight
+    if variant == "torch" or weight is None:  # others than torch's form have a weight
         y = torch.rms_norm(x, shape, weight, eps)
     else:
-        y = make(x_hat, weight, x.dtype)
+        y = _value(variant, x_hat, weight, x.dtype)
     save_compressed(ctx, x_hat.to(x.dtype), compressor, key, rstd, weight)
     ctx.output = partial(_rms_norm_output, variant, x.dtype, y.dtype)
     return y
@@ -222,15 +212,6 @@ def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
 _rms_norm = autograd_function(_rms_norm_forward, _rms_norm_backward, tensors=2, like=RMS_NORM)
 
 
-def _keeps_dtype(variant: str, dtype: torch.dtype, weight: Tensor | None) -> bool:
-    """Return whether the value of a form has the dtype of `x`, as one pass makes it."""
-    if weight is None or variant in ("cast_last", "gemma"):
-        return True
-    if variant == "t5":
-        return weight.dtype == dtype
-    return torch.promote_types(weight.dtype, dtype) == dtype
-
-
 def _rms_norm_output(
     variant: str,
     dtype: torch.dtype,
@@ -239,10 +220,10 @@ def _rms_norm_output(
     rstd: Tensor,
     weight: Tensor | None,
 ) -> Tensor:
-    make, x_hat = VARIANTS[variant], _wide(x_hat)
-    if weight is None or make is None:
+    x_hat = _wide(x_hat)
+    if weight is None or variant == "torch":
         return (x_hat if weight is None else x_hat * weight).to(result)
-    return make(x_hat, weight, dtype)
+    return _value(variant, x_hat, weight, dtype)
 
 
 def _wide(x: Tensor) -> Tensor:
