@@ -1,16 +1,14 @@
 """Gradients of a model from one state that is restored at the end, and the noise in them."""
 
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
-from memtrain.activations.trace.restored import attributes_restored
-from memtrain.kernels.random.generators import random_state, set_random_state
+from memtrain.activations.intercept.recompute import buffers_restored
+from memtrain.activations.trace.restored import attributes_restored, random_states_restored
 
 Closure = Callable[[], Any]
 Gradient = list[Tensor]
@@ -33,23 +31,11 @@ def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]
     """
     parameters = [p for p in model.parameters() if p.requires_grad]
     gradients = [p.grad for p in parameters]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    states = random_state(), random.getstate(), np.random.get_state()
-
-    def restore() -> None:
-        set_random_state(states[0])
-        random.setstate(states[1])
-        np.random.set_state(states[2])
-        with torch.no_grad():
-            for buffer, before in buffers:
-                if not torch.equal(buffer, before):
-                    buffer.copy_(before)
 
     def gradient(closure: Closure) -> Gradient:
-        restore()
         for p in parameters:
             p.grad = None
-        with torch.enable_grad():
+        with random_states_restored(), buffers_restored(model), torch.enable_grad():
             closure()
         if all(p.grad is None for p in parameters):
             raise ValueError("the closure left no gradient; it must run forward and backward")
@@ -59,7 +45,6 @@ def gradient_replay(model: nn.Module) -> Iterator[Callable[[Closure], Gradient]]
         with attributes_restored(model):
             yield gradient
     finally:
-        restore()
         for p, grad in zip(parameters, gradients, strict=True):
             p.grad = grad
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import _checkpoint_without_reentrant_generator, noop_context_fn
 
@@ -29,6 +28,8 @@ BLOCKS = "@blocks"
 NO_BLOCKS = f"{BLOCKS}: the model repeats no module with children in a ModuleList or Sequential"
 """Text of a plan where that matches nothing."""
 _CONTAINERS = (nn.ModuleList, nn.ModuleDict)  # they have no forward
+_OVERLAPS = 1
+"""Of an expanded buffer, which torch does not write to."""
 _TORCH = (True, noop_context_fn, "default", False, True)  # its own defaults
 
 
@@ -187,7 +188,7 @@ class Recompute:
                 for position, other in zip(positions, others, strict=True)
             ]
             args, kwargs = tree_unflatten(inputs, spec)
-            with _buffers_kept(module):
+            with buffers_restored(module):  # the first forward has changed them
                 self.rerun(name, module, args, kwargs)
 
         generator = _checkpoint_without_reentrant_generator(rerun_forward, *_TORCH)
@@ -233,17 +234,14 @@ def _handle(saved: SavedTensors, site: Site, x: Tensor, chosen: Compressor | Kee
 
 
 @contextmanager
-def _buffers_kept(module: nn.Module) -> Iterator[None]:
-    """Undo what a forward does to buffers: the first one has done it."""
-    # Batch norm changes its statistics without a new version.
+def buffers_restored(module: nn.Module) -> Iterator[None]:
+    """Undo what the block does to the buffers of a module and its submodules.
+
+    Memory:
+        A copy of the buffers.
+    """
     before = [
-        (
-            owner,
-            name,
-            buffer,
-            -1 if isinstance(owner, _NormBase) else buffer._version,
-            buffer.clone(),
-        )
+        (owner, name, buffer, buffer.detach().clone())
         for owner in module.modules()
         for name, buffer in owner._buffers.items()
         if buffer is not None
@@ -251,11 +249,10 @@ def _buffers_kept(module: nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        with torch.no_grad():
-            for owner, name, buffer, version, value in before:
-                if buffer._version != version:
-                    buffer.data.copy_(value)  # no new version: the run again may have saved it
-                owner._buffers[name] = buffer
+        for owner, name, buffer, value in before:
+            if torch._debug_has_internal_overlap(buffer) != _OVERLAPS:
+                buffer.data.copy_(value)  # no new version: the block may have saved it
+            owner._buffers[name] = buffer
 
 
 def is_cache(x: object) -> bool:

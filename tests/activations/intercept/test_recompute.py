@@ -147,6 +147,23 @@ def test_the_rest_is_compressed_as_planned():
     assert 0.98 < cosine < 1
 
 
+def test_buffers_are_written_once_also_past_the_version_counter():
+    class Codebook(nn.Linear):
+        def __init__(self):
+            super().__init__(32, 32)
+            self.register_buffer("used", torch.zeros(32))
+            self.register_buffer("mask", torch.ones(1).expand(32))  # takes no writes
+
+        def forward(self, x):
+            self.used.data.add_(x.detach().mean(0))
+            return super().forward(x) * self.mask
+
+    model = nn.Sequential(nn.Linear(32, 32), Codebook())
+    memtrain.wrap(model, torch.optim.SGD(model.parameters()), config(["1"]))
+    model(X).sum().backward()
+    assert torch.equal(model[1].used, model[0](X).mean(0))
+
+
 def test_two_forwards_before_a_backward_and_a_graph_kept():
     found = []
     for net in (make(), wrapped()[0]):
