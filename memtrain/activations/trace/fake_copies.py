@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
 from memtrain.activations.trace.call_arguments import call_arguments
 from memtrain.activations.trace.restored import random_states_restored
@@ -39,21 +40,20 @@ def fake_copies(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     memo: dict[int, Any] = {}
     with caches_cleared(), random_states_restored(), mode:
-        leaves = (x for x in tree_leaves(batch) if isinstance(x, Tensor))
-        for x in (*_tensors(model, optimizer), *leaves):
-            if id(x) not in memo:
-                memo[id(x)] = _fake(x)
-        for x in filter(_is_special, model.parameters()):
-            for name, value in vars(x).items():
-                setattr(memo[id(x)], name, copy.deepcopy(value, memo))
-        for module in model.modules():
-            if isinstance(module, DistributedDataParallel):
-                memo[id(module)] = _Unreplicated(copy.deepcopy(module.module, memo))
-        copies = (
-            _copied(model, memo),
-            None if optimizer is None else copy_optimizer(optimizer, memo),
-            tree_map_only(Tensor, lambda x: memo[id(x)], batch),
-        )
+        with _FakeDeepCopy():
+            for x in model.parameters():
+                memo[id(x)] = nn.Parameter(_fake(x), x.requires_grad)
+            for x in model.parameters():
+                if issubclass(type(x), nn.Parameter):  # a quantised one has its scales
+                    vars(memo[id(x)]).update(copy.deepcopy(vars(x), memo))
+            for module in model.modules():
+                if isinstance(module, DistributedDataParallel):
+                    memo[id(module)] = _Unreplicated(copy.deepcopy(module.module, memo))
+            copies = (
+                _copied(model, memo),
+                None if optimizer is None else copy_optimizer(optimizer, memo),
+                tree_map_only(Tensor, lambda x: copy.deepcopy(x, memo), batch),
+            )
         with one_sequence_per_row(call_arguments(batch)[1]):
             yield copies
 
@@ -149,37 +149,15 @@ def copy_optimizer(optimizer: Optimizer, memo: dict[int, Any]) -> Optimizer:
     return new
 
 
-def _tensors(model: nn.Module, optimizer: Optimizer | None) -> Iterator[Tensor]:
-    """Every tensor that a copy would allocate."""
-    yield from model.parameters()
-    yield from model.buffers()
-    for parameter in filter(_is_special, model.parameters()):
-        yield from _beside(vars(parameter))
-    for module in model.modules():
-        internal = ("_parameters", "_buffers", "_modules")
-        attributes = {name: value for name, value in vars(module).items() if name not in internal}
-        yield from (x for x in tree_leaves(attributes) if isinstance(x, Tensor))
-    for state in () if optimizer is None else optimizer.state.values():
-        yield from (x for x in tree_leaves(state) if isinstance(x, Tensor))
+class _FakeDeepCopy(TorchFunctionMode):
+    """Lets `copy.deepcopy` make a fake tensor of each tensor."""
 
-
-def _is_special(x: Tensor) -> bool:
-    """Whether a parameter is of a class of its own, as quantised ones that hold their scales."""
-    return type(x) is not nn.Parameter and issubclass(type(x), nn.Parameter)
-
-
-def _beside(value: Any) -> Iterator[Tensor]:
-    """Tensors in attributes of a parameter, and in those of plain objects there."""
-    for leaf in tree_leaves(value):
-        if isinstance(leaf, Tensor):
-            yield leaf
-        elif hasattr(leaf, "__dict__") and not isinstance(leaf, nn.Module | type):
-            yield from _beside(vars(leaf))
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__deepcopy__:
+            return _fake(args[0]).requires_grad_(args[0].requires_grad)
+        return func(*args, **(kwargs or {}))
 
 
 def _fake(x: Tensor) -> Tensor:
     """Return a fake tensor like `x`, on the CPU: fake CUDA tensors need a CUDA build of torch."""
-    fake = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
-    if isinstance(x, nn.Parameter):
-        return nn.Parameter(fake, x.requires_grad)
-    return fake.requires_grad_(x.requires_grad)
+    return torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="cpu")
