@@ -30,12 +30,11 @@ def one_sequence_per_row(kwargs: Mapping[str, Any]) -> Iterator[None]:
     that mask too.
     """
     module: Any = sys.modules.get(_MODULE)
-    changes: dict[str, Callable[..., Any]] = {_PACKED: _unpacked(getattr(module, _PACKED, None))}
-    if not any(_padded(name, value) for name, value in kwargs.items()):
-        changes |= {name: _unpadded(getattr(module, name, None)) for name in _IGNORED}
-    originals = {name: getattr(module, name) for name in changes if hasattr(module, name)}
-    for name in originals:
-        setattr(module, name, changes[name])
+    padded = any(_padded(name, value) for name, value in kwargs.items())
+    names = [name for name in (_PACKED, *(() if padded else _IGNORED)) if hasattr(module, name)]
+    originals = {name: getattr(module, name) for name in names}
+    for name, original in originals.items():
+        setattr(module, name, _without_data(original, finds=name == _PACKED))
     try:
         yield
     finally:
@@ -53,20 +52,12 @@ def _padded(name: str, value: Any) -> bool:
         return not bool(value.all())
 
 
-def _unpacked(original: Any) -> Callable[..., Any]:
-    """Return the original function, that finds one sequence a row."""
+def _without_data(original: Any, *, finds: bool) -> Callable[..., Any]:
+    """Return the original function, which outside of graphs finds one sequence a row, unpadded."""
 
-    def find(position_ids: Tensor) -> Any:
-        return original(position_ids) if torch.compiler.is_compiling() else None
+    def read(x: Tensor | None, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return original(x, *args, **kwargs)
+        return None if finds else original(None, *args, **kwargs)
 
-    return find
-
-
-def _unpadded(original: Any) -> Callable[..., Any]:
-    """Return the original function, without the padding mask unless compiling."""
-
-    def ignore(padding_mask: Tensor | None, *args: Any, **kwargs: Any) -> bool:
-        seen = padding_mask if torch.compiler.is_compiling() else None
-        return original(seen, *args, **kwargs)
-
-    return ignore
+    return read
