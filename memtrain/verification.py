@@ -14,7 +14,6 @@ from memtrain.activations.adaptive.replay import (
     Gradient,
     dot,
     gradient_replay,
-    noise_warning,
     squared_distance,
 )
 from memtrain.activations.intercept.hooks import Interception
@@ -35,6 +34,8 @@ EXACT = Keep("kept for the exact gradient")
 BIASED = 0.25
 """A bias, as a share of the gradient's norm, above which a verdict is `biased`. Codes of
 derivatives are rounded to the nearest, as in their paper: with 4 bits they leave 0.05 to 0.12."""
+NOISY = 0.1
+"""A share of the gradient's variance above which a warning is due (GACT's bound)."""
 CERTAIN = 4
 """Standard errors that a bias must exceed."""
 COLUMNS = (
@@ -104,13 +105,21 @@ class Verification(NamedTuple):
 
         Compared to the variance from batch to batch where it is known, else to the squared norm.
         """
-        known = self.batches is not None
-        return noise_warning(
-            {site.name: site.variance for site in self.sites or self.parameters or [self.whole]},
-            self.batches if self.batches is not None else 1.0,
-            "variance from batch to batch" if known else "squared norm",
-            "a rule that gives them more bits, or keeps them,",
-            self.whole.variance,
+        reference, name = self.batches, "variance from batch to batch"
+        if reference is None:
+            reference, name = 1.0, "squared norm"
+        if not self.whole.variance > NOISY * reference:  # nor where either is NaN
+            return ""
+
+        def share(value: float) -> str:
+            return f"{value / reference:.0%}" if reference else "more than 100%"
+
+        rows = sorted(self.sites or self.parameters or [self.whole], key=lambda row: -row.variance)
+        worst = ", ".join(f"{row.name} ({share(row.variance)})" for row in rows[:3])
+        return (
+            f"quantisation noise of the saved activations is {share(self.whole.variance)} of the "
+            f"gradient's {name}, most of it from {worst}; a rule that gives them more bits, or "
+            "keeps them, would lower it"
         )
 
     @property

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import memtrain
-from memtrain.activations.adaptive.replay import noise_warning
+from memtrain.verification import Quality, Verification
 
 
 def dense():
@@ -72,6 +72,10 @@ def test_a_closure_is_compared_to_the_squared_norm():
 
 
 def test_a_warning_needs_a_reference_and_a_tenth_of_it():
-    assert noise_warning({"a": 1.0}, float("nan"), "", "", 1.0) == ""
-    assert noise_warning({"a": 0.1}, 1.0, "", "", 0.1) == ""
-    assert "more than 100%" in noise_warning({"a": 1.0}, 0.0, "squared norm", "8 bits", 1.0)
+    def warning(variance, batches):
+        whole = Quality("all", 1.0, variance, 0.0, certain=False)
+        return Verification(whole, [], [], [], 0, 0, batches).warning
+
+    assert warning(1.0, float("nan")) == warning(float("nan"), 1.0) == warning(0.1, None) == ""
+    assert "is 25% of the gradient's variance from batch to batch, most" in warning(4.0, 16.0)
+    assert "more than 100%" in warning(1.0, 0.0)
