@@ -26,7 +26,7 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 41_350,
+    "lines of the package": 41_280,
     "lines of the tests": 40_000,
     "lines of experiments and benchmarks": 4_500,
     "classes": 190,

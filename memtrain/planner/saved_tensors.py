@@ -12,8 +12,7 @@ from torch import nn
 
 from memtrain.activations.saved.saved_tensors import SHARED
 from memtrain.activations.saved.site import Record, Site
-from memtrain.activations.trace.site_sets import DisjointSets
-from memtrain.audit.join import join
+from memtrain.audit.join import DisjointSets, join
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.functions import CURVES
 from memtrain.config.sources import KEEP
