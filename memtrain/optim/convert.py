@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
-from memtrain.optim.fused.fused import REFUSED, FusedStates
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
 from memtrain.optim.fused.payloads import counter_dtype, moment_dtype
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
@@ -90,7 +90,7 @@ def becomes_fused(
 ) -> type[FusedStates] | None:
     """Return the fused class that `compress` makes of this optimizer, or None."""
     four = FUSED.get((type(optimizer), 4))
-    if four is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
+    if four is None or any(g.get("amsgrad") for g in optimizer.param_groups):
         return None
     widths = set()
     for param, _, _ in on_each(optimizer.param_groups):

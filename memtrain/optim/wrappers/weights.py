@@ -276,10 +276,8 @@ class SplitWeights(OptimizerWrapper):
 
     def _convert(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            if stands_for(param) in self._keep or param.dtype not in (
-                torch.float32,
-                self.format.dtype,
-            ):
+            kept = stands_for(param) in self._keep
+            if kept or param.dtype not in (torch.float32, self.format.dtype):
                 continue
             whole = local(param.detach())
             low = torch.empty_like(whole, dtype=self.format.dtype)
