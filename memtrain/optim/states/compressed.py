@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from memtrain.compressors.base import Compressor
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -113,10 +114,11 @@ class CompressedOptimizer(CompressedStates):
         """Raise if a state that the optimizer will create has a compressor of fused steps."""
         params = group["params"]
         for param in [params] if isinstance(params, Tensor) else params:
-            if isinstance(param, Tensor):
-                chosen, _ = layout.decide(param, self.choose, "exp_avg", self.min_elements)
-                if chosen.fused_only and "exp_avg" in first_shapes(optimizer, param, group):
-                    layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
+            chosen = self.choose(param, "exp_avg") if isinstance(param, Tensor) else None
+            if isinstance(chosen, Compressor) and chosen.fused_only:
+                used, _ = layout.decide(param, self.choose, "exp_avg", self.min_elements)
+                if "exp_avg" in first_shapes(optimizer, param, group):
+                    layout.refuse_fused_only([used], f"compressed {type(optimizer).__name__}")
 
     @torch.no_grad()
     @torch._disable_dynamo
