@@ -26,8 +26,8 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 41_280,
-    "lines of the tests": 40_000,
+    "lines of the package": 41_400,
+    "lines of the tests": 40_110,
     "lines of experiments and benchmarks": 4_500,
     "classes": 190,
     f"files above {LONGEST} lines": 0,

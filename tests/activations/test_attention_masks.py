@@ -315,3 +315,16 @@ def compare(cuda, model, x, kind):
     assert (grads - plain).norm() < 0.2 * plain.norm()  # as above
     if kind == "bool":
         assert "Integers(limit=2)" in {entry.compressor for entry in entries}
+
+
+@pytest.mark.parametrize("kept", ["input|input1", "input|input1|input2", "input|input1|saved"])
+def test_exact_queries_and_keys_have_a_result_that_fits_their_values(kept):
+    def gradient(model):
+        loss = model(x, None).square().sum()
+        return torch.autograd.grad(loss, model.qkv.weight)[0][: 2 * model.heads].flatten()
+
+    torch.manual_seed(0)
+    x, model = 10 * torch.randn(BATCH, TOKENS, 64), Attention()  # scores that saturate
+    exact, rule = gradient(model), f"{{op: '*attention', tensor: {kept}, compressor: keep}}"
+    model, _ = wrap(model, None, ["preset=activations_only", f"activations.exceptions=[{rule}]"])
+    assert torch.cosine_similarity(gradient(model), exact, 0) > 0.99

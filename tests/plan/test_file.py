@@ -88,7 +88,8 @@ def test_a_plan_is_edited_by_hand():
 
 
 def test_the_file_reads_like_this():
-    model = nn.Sequential(nn.Linear(64, 128, bias=False), nn.GELU())
+    layers = nn.Linear(64, 128, bias=False), nn.GELU(), nn.Linear(128, 8)
+    model = nn.Sequential(*layers)
     plan = memtrain.make_plan(model, torch.optim.AdamW(model.parameters()), "balanced", batch=X)
     lines = plan.to_yaml().splitlines()
     assert "memtrain_plan: 1" in lines

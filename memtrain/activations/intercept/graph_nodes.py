@@ -55,6 +55,7 @@ NORMS = ["layer_norm", "rms_norm", "group_norm", "batch_norm", "instance_norm"]
 AVERAGE_POOLS = [f"{kind}avg_pool{n}d" for kind in ("", "adaptive_") for n in (1, 2, 3)]
 SATURATING = ["softmax", "log_softmax", "cross_entropy", "scaled_dot_product_attention"]
 SATURATING += ["multi_head_attention_forward"]
+PIECEWISE = FAMILIES["@piecewise"]
 NONLINEAR = tuple(name for name in FAMILIES["@nonlinear"] if "_tanh" not in name)
 _OPERATORS = (operator.mul, operator.imul, operator.matmul, operator.add, operator.iadd)
 _OPERATORS += (operator.sub, operator.isub, operator.neg, operator.getitem)

@@ -1,7 +1,7 @@
 """Which ops of a compiled graph read a result, or a product whose factor may be compressed."""
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from operator import getitem
 from typing import Any
 
@@ -13,6 +13,7 @@ from memtrain.activations.intercept.graph_nodes import (
     CONVOLUTIONS,
     NONLINEAR,
     NORMS,
+    PIECEWISE,
     PRODUCTS,
     SATURATING,
     VIEWS,
@@ -39,7 +40,10 @@ RESULTS = {
 FACTORS = _PRODUCTS | {"mul", "imul", "multiply", "rmul", "pow", "square"}
 """Sources of ops that save factors."""
 _SUMS = (aten.sum.default, aten.sum.dim_IntList, aten.mean.default, aten.mean.dim)
-LOGARITHMS = ("cross_entropy", "log_softmax")
+_SMOOTH = frozenset(NONLINEAR).difference(PIECEWISE)
+_FUNCTIONS = _SMOOTH | {"cross_entropy", "exp", "log_softmax", "softmax"}
+"""Sources of ops whose backward computes a function of what it reads."""
+_ENDS = (*PRODUCTS, *CONVOLUTIONS)
 _CASTS = (aten._to_copy.default, torch.ops.prims.convert_element_type.default)
 _MASKS = (aten.where.self, aten.masked_fill.Scalar)
 _SAME_VALUES = (*VIEWS, *_CASTS, *_MASKS, aten.expand.default, aten.slice.Tensor, aten.select.int)
@@ -52,8 +56,8 @@ _CARRIES |= {aten.split_with_sizes.default, aten.native_dropout.default, aten.in
 _CARRIES |= {aten.add.Tensor, aten.sub.Tensor, aten.add.Scalar, aten.sub.Scalar, aten.rsub.Scalar}
 _CARRIES |= {aten.mul.Scalar, aten.div.Scalar}
 # These carry the products of matrices too.
-_FUNCTIONS = {aten.exp.default, aten.amax.default, aten.amin.default, aten.gather.default}
-_FUNCTIONS |= {aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.default}
+_EXTREMES = {aten.exp.default, aten.amax.default, aten.amin.default, aten.gather.default}
+_EXTREMES |= {aten.max.dim, aten.min.dim, aten.maximum.default, aten.minimum.default}
 # Products of which either factor may be saved.
 _MULTIPLIES = (aten.mul.Tensor, aten.pow.Tensor_Scalar)
 _MATRIX_PRODUCTS = {aten.mm.default, aten.bmm.default, aten.mv.default, aten.addmm.default}
@@ -92,12 +96,41 @@ class GraphReaders:
 
         return _is_misread(start, lambda user, node, name: name in RESULTS[op], carries, ())
 
-    def misread_logarithm(self, start: Node) -> bool:
-        """Return whether an op reads log-probabilities whose gradient is largest where they are 0.
+    def misread_function(self, saved: Node, op: str) -> bool:
+        """Return whether an op that may not reads a value of `op`, made of the saved tensor.
 
-        There the gradient of the scores is a difference of numbers that are nearly equal.
+        The gradient of a logarithm or a quotient is largest where the value is 0. There that of
+        log-probabilities is a difference of numbers that are nearly equal.
         """
-        return self._misread(start, False, ())
+
+        def carries(user: Node, node: Node, name: str) -> bool:
+            return user.target in (_CARRIES if op in RESULTS else _SAME_VALUES)
+
+        def misread(value: Node) -> bool:
+            if RESULTS.get(op):
+                return self.misread_result(value, op)
+            returns = _is_misread(value, lambda user, node, name: True, carries, self.returned)
+            return returns or self._misread(value, False, ())
+
+        return op in _FUNCTIONS and any(misread(value) for value in self._values(saved, op))
+
+    def _values(self, saved: Node, op: str) -> Iterator[Node]:
+        """Yield what calls of `op` give, made of the tensor without a product in between.
+
+        A backward may serve several calls with equal inputs, and it names one of them.
+        """
+        waiting, seen = [saved], set[Node]()
+        while waiting:
+            node = waiting.pop()
+            for user in node.users:
+                name = _name(user)
+                if user in seen or name in _ENDS or user.op == "output":
+                    continue
+                seen.add(user)
+                waiting.append(user)
+                inside = [each for each in user.users if _name(each) == op]
+                if name == op and (user in self.returned or len(inside) < len(user.users)):
+                    yield user
 
     def misread_product(self, ops: Collection[Node], saved: Node) -> bool:
         """Return whether an op that may not reads the product of which the tensor is a factor.
@@ -134,7 +167,7 @@ class GraphReaders:
                 return user.args[0] is node
             if user.target is aten.pow.Tensor_Scalar:
                 return bool(user.args[1] == 2)
-            if not elementwise and (user.target in _FUNCTIONS or name in NONLINEAR):
+            if not elementwise and (user.target in _EXTREMES or name in NONLINEAR):
                 return True
             chooses = elementwise and user.target in _CHOOSES and name != "dropout"
             if user.target is aten._fused_rms_norm.default:

@@ -23,7 +23,6 @@ from memtrain.activations.intercept.graph_nodes import (
 )
 from memtrain.activations.intercept.graph_readers import (
     FACTORS,
-    LOGARITHMS,
     RESULTS,
     GraphReaders,
     normalizes_few,
@@ -197,9 +196,7 @@ class GraphSites:
             # The backward computes the result anew, from an input that is coded.
             if normalizes_few(ops, op):
                 return True
-            if ops and RESULTS.get(op) and self._read.misread_result(ops[-1], op):
-                return True
-            if ops and op in LOGARITHMS and self._read.misread_logarithm(ops[-1]):
+            if self._read.misread_function(stripped(saved), op):
                 return True
             if op in FACTORS and not _in_one_op(reader) and self._read.misread_product(ops, saved):
                 return True

@@ -18,17 +18,20 @@ from torch.overrides import (
 
 from memtrain.activations.intercept.mixed_dtypes import run_mixed
 from memtrain.activations.intercept.reentrancy import top_hooks
-from memtrain.activations.ops import cross_entropy, dropout, nonlinear, pool
+from memtrain.activations.ops import cross_entropy, dropout, fewbit, nonlinear, pool
 from memtrain.activations.ops import norm_calls as norms
 from memtrain.activations.ops.call import Call
 from memtrain.activations.ops.method_sources import defined
 from memtrain.activations.saved import known_ops
 from memtrain.activations.saved.aliases import callables
+from memtrain.activations.saved.handles import Kept
+from memtrain.activations.saved.known_ops import SavedBy
+from memtrain.activations.saved.node_tensors import hook
 from memtrain.activations.saved.options import PRODUCTS
-from memtrain.activations.saved.origin import in_transform, unsupported
+from memtrain.activations.saved.origin import in_transform, is_parameter, storage_id, unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
-from memtrain.activations.saved.site import Site
-from memtrain.activations.saved.store import is_unwritten, mark_unwritten
+from memtrain.activations.saved.site import UNKNOWN_READER, Site
+from memtrain.activations.saved.store import is_unwritten, mark_unwritten, storage_of
 from memtrain.compressors import Compressor, Keep
 from memtrain.compressors.fewbit.register import Registered
 
@@ -40,6 +43,8 @@ _REPLACING: Counter[type[nn.Module]] = Counter()
 
 # torch's own form of these saves its result, not its input.
 _SAVE_RESULTS = ("relu", "sigmoid", "tanh")
+
+_INPUT = SavedBy("0", "input", known_ops.DERIVATIVE, readers=known_ops.FACTOR_READERS)
 
 
 def _is_aten(function: Any) -> bool:
@@ -214,7 +219,8 @@ class Replacements:
     ) -> Any:
         """Run memtrain's autograd Function for this call, which saves a payload."""
         site = Site(self.module, call.op, call.tensor)
-        run, checks = partial(call.run, compressor, self.saved.key(site)), self.saved.checks
+        checks, key = self.saved.checks, self.saved.key(site)
+        run = partial(call.waits or call.run, compressor, key)
         unwritten, version = is_unwritten(call.x), call.x._version
         y = run() if checks is None else checks.replaced(site, function, args, kwargs, run)
         if unwritten and call.x._version == version:
@@ -225,18 +231,16 @@ class Replacements:
     def _note(self, site: Site, x: Tensor, result: Any) -> None:
         """Note an op that has saved a payload itself."""
         saved, y = self.saved, result if isinstance(result, Tensor) else result[0]
-        node: Any = y.grad_fn
-        above: list[Any] = []  # views and casts
-        while node is not None and type(node) not in known_ops.REPLACED_NODES:
-            above.append(node)
-            node = node.next_functions[0][0] if node.next_functions else None
-        if node is None or node._sequence_nr() < saved.mark:  # of an earlier op
+        nodes = _nodes_of(y)
+        if not nodes or nodes[0]._sequence_nr() < saved.mark:  # of an earlier op
             return
-        if saved.readers.results:
-            size = partial(norms.least_size, site.op, x.shape)
-            saved.readers.visit(node, elements=size)
-            for one in reversed(above):
-                saved.readers.visit(one)
+        node = nodes[0]
+        saved.readers.visit(node, elements=partial(norms.least_size, site.op, x.shape))
+        waits = getattr(node, "waits", False)
+        if waits:
+            self._wait(node, site)
+        for one in nodes[1:]:
+            saved.readers.visit(one)
         saved.readers.seen((y,))
         saved.is_lossy = saved.is_lossy or site.tensor == "input" or site.op == "cross_entropy"
         if saved.options.derives and isinstance(result, Tensor):
@@ -245,10 +249,36 @@ class Replacements:
                 saved.derived.add_dropped(y, x)
         if saved.watch is not None:
             saved.watch.saved(site, x.detach(), node)
-        for part in node.saved_tensors if saved.records is not None else ():
-            if part is not None and not saved.is_weight(part):
+        for part in node.saved_tensors if saved.records is not None and not waits else ():
+            if part is not None and not (
+                storage_id(part) in saved.parameters or is_parameter(part)
+            ):
                 saved.record(part, site, part.untyped_storage().nbytes(), "payload")
         saved.skip()
+
+    def _wait(self, node: Any, site: Site) -> None:
+        """Encode the input of a nonlinearity when the readers of its result are known."""
+        saved, (x,) = self.saved, node.saved_tensors
+        handle, version = Kept(x, x.detach()), x._version
+        hook(node, "0", handle)
+
+        def save(compress: bool) -> None:
+            if compress and x._version == version:  # else the backward raises
+                handle.kept = codes = fewbit.encode(node, x)
+                saved.record(codes, site, codes.nbytes, "payload", "", handle)
+            else:
+                saved.keep(x, site, UNKNOWN_READER)
+
+        storage = storage_of(saved.store, x, storage_id(x))
+        saved.readers.add(node, _INPUT, x, storage, save, saved.records)
+
+
+def _nodes_of(y: Tensor) -> list[Any]:
+    """Return the node of memtrain's autograd Function, and those of views and casts after it."""
+    nodes: list[Any] = [y.grad_fn]
+    while nodes[-1] is not None and type(nodes[-1]) not in known_ops.REPLACED_NODES:
+        nodes.append(nodes[-1].next_functions[0][0] if nodes[-1].next_functions else None)
+    return [] if nodes[-1] is None else nodes[::-1]
 
 
 REPLACED: Mapping[Any, tuple[Recognise, str]] = dict(_replaced())

@@ -26,6 +26,7 @@ class Call(NamedTuple):
     accepts: Callable[[Compressor], bool]  # if not, the op runs as it is, under hooks
     tensor: str = "input"  # the role of its one site: `input` or `saved`
     plain: Callable[[Tensor], Tensor] | None = None  # for a module: one op with the same value
+    waits: Callable[[Compressor, Key], Any] | None = None  # runs it, and saves `x` at first
 
 
 def gives_floats(compressor: Compressor) -> bool:

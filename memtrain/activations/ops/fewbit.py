@@ -15,7 +15,12 @@ Value = tuple[str, tuple[float, ...]]
 
 
 def fewbit(
-    x: Tensor, compressor: DerivativeCode, *, inplace: bool = False, value: Value | None = None
+    x: Tensor,
+    compressor: DerivativeCode,
+    *,
+    inplace: bool = False,
+    value: Value | None = None,
+    waits: bool = False,
 ) -> Tensor:
     """Return the activation `compressor.function`, keeping only packed codes of `x` for backward.
 
@@ -26,7 +31,8 @@ def fewbit(
     `x` is float32, bfloat16, float16 or float64. A dense tensor, in any order of dimensions, is
     read where it lies; others are copied for the call. `value` has the name in
     `pointwise.FUNCTIONS` and the parameters of the function whose value is wanted, where the table
-    is of another one.
+    is of another one. If `waits`, the node keeps the input, and the gradient is exact, unless
+    `encode` is called.
 
     Memory:
         Kept for backward: compressor.bits / 8 bytes per element, padded to blocks of 256.
@@ -43,7 +49,7 @@ def fewbit(
     wanted = value or (compressor.function, compressor.parameters)
     if not (torch.is_grad_enabled() and x.requires_grad):
         return _overwrite(x, wanted) if inplace else _plain(x, wanted)
-    return _fewbit(x, compressor, wanted, inplace)
+    return _fewbit(x, compressor, wanted, inplace, waits)
 
 
 def _plain(x: Tensor, wanted: Value) -> Tensor:
@@ -62,15 +68,16 @@ def _overwrite(x: Tensor, wanted: Value) -> Tensor:
 
 
 def _fewbit_forward(
-    ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value, inplace: bool
+    ctx: Any, x: Tensor, compressor: DerivativeCode, wanted: Value, inplace: bool, waits: bool
 ) -> Tensor:
-    step = compressor.table()
     # Codes lie in memory order, as the backward pass expects: a gap-filled clone has one.
     dense = x if is_dense(x) else x.clone()
-    flat = memory_order(dense)
-    codes = derivative.encode(flat, step.boundaries, parity=step.parity)
-    ctx.save_for_backward(codes)
-    ctx.step = step.levels, dense.shape, dense.stride()
+    ctx.code, ctx.wanted, ctx.waits = compressor, wanted, waits
+    ctx.geometry = dense.shape, dense.stride()
+    if waits:
+        ctx.save_for_backward(x.clone() if inplace else x)
+    else:
+        ctx.save_for_backward(_codes(dense, compressor))
     if inplace:
         ctx.mark_dirty(x)
         return _overwrite(x, wanted)
@@ -79,8 +86,26 @@ def _fewbit_forward(
 
 
 def _fewbit_backward(ctx: Any, grad: Tensor) -> tuple[Tensor]:
-    (codes,), (levels, shape, stride) = ctx.saved_tensors, ctx.step
-    return (derivative.backward(in_order(grad, shape, stride), codes, levels),)
+    (saved,) = ctx.saved_tensors
+    if ctx.waits:
+        with torch.enable_grad():
+            x = saved.detach().requires_grad_()
+            y = _plain(x, ctx.wanted)
+        return torch.autograd.grad(y, x, grad)
+    grad = in_order(grad, *ctx.geometry)
+    return (derivative.backward(grad, saved, ctx.code.table().levels),)
+
+
+def encode(node: Any, x: Tensor) -> Tensor:
+    """Return the codes that take the place of the input of a node that waits."""
+    node.waits = False
+    with torch.no_grad():
+        return _codes(x if is_dense(x) else x.clone(), node.code)
+
+
+def _codes(x: Tensor, code: DerivativeCode) -> Tensor:
+    step = code.table()
+    return derivative.encode(memory_order(x), step.boundaries, parity=step.parity)
 
 
 _fewbit = autograd_function(_fewbit_forward, _fewbit_backward)

@@ -87,8 +87,10 @@ def _call(
     what autocast sees of the op where it may run in float32: of several ops, one may.
     """
     value, original = (op, parameters), original or _WIDE.get(op)
-    run = partial(_run, x, value, table or value, inplace, original)
-    return Call(op, x, run, _is_code, plain=partial(_plain, value, original))
+    table = table or value
+    run = partial(_run, x, (value, table), inplace, original)
+    waits = None if table[0] in EXACT else partial(run, waits=True)
+    return Call(op, x, run, _is_code, plain=partial(_plain, value, original), waits=waits)
 
 
 def _plain(value: Value, original: Callable[[Tensor], Tensor] | None, x: Tensor) -> Tensor:
@@ -103,21 +105,22 @@ def _is_code(compressor: Compressor) -> bool:
 
 def _run(
     x: Tensor,
-    value: Value,
-    table: Value,
+    functions: tuple[Value, Value],
     inplace: bool,
     original: Callable[[Tensor], Tensor] | None,
     compressor: Compressor,
     key: Key,
+    *,
+    waits: bool = False,
 ) -> Tensor:
     """Return the value, with codes in place of saved tensors; nothing random."""
-    (op, _), (function, parameters) = value, table
+    value, (function, parameters) = functions
     if not isinstance(compressor, DerivativeCode):
-        raise TypeError(f"{op} with {compressor!r}; allowed: a DerivativeCode")
+        raise TypeError(f"{value[0]} with {compressor!r}; allowed: a DerivativeCode")
     code = _code_of(compressor, function, parameters)
     if original is not None and torch.is_autocast_enabled(x.device.type):
         (x,) = as_autocast(original, (0,), x)
-    return fewbit(x, code, inplace=inplace, value=value)
+    return fewbit(x, code, inplace=inplace, value=value, waits=waits)
 
 
 @lru_cache(maxsize=1024)  # a model has few; to make one checks it

@@ -7,7 +7,7 @@ gradient is then the exact gradient of attention at these tensors: it is finite 
 """
 
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -76,13 +76,19 @@ class FusedAttention:
         if attribute not in self._kernel.inputs:
             return False
         self._inputs[attribute] = handle
-        lossy = compressor is not None and not compressor.lossless
-        self._is_lossy |= lossy and attribute in self._kernel.inputs[:2]
+        self._is_lossy |= compressor is not None and not compressor.lossless
         return True
 
-    def recomputes(self, attribute: str, x: Tensor) -> bool:
-        """Return whether a saved tensor is recomputed: with dropout, not the result."""
-        if not self._is_lossy or attribute not in self._kernel.results[self._drops :]:
+    def recomputes(self, attribute: str, x: Tensor, is_coded: Callable[[], bool]) -> bool:
+        """Return whether a saved tensor is recomputed: with dropout, not the result.
+
+        It is if an input is coded, or if it would be itself: the gradient of scores is
+        a difference of what is computed of the values and of the result.
+        """
+        if attribute not in self._kernel.results[self._drops :]:
+            return False
+        self._is_lossy = self._is_lossy or is_coded()
+        if not self._is_lossy:
             return False
         self._versions[attribute] = without_elements(x), x._version
         return True

@@ -10,6 +10,7 @@ from memtrain.activations.saved.known_ops import (
     POOLS,
     PRODUCTS,
     SUMS,
+    VECTOR_NORMS,
     class_of,
 )
 
@@ -40,6 +41,8 @@ def elements_read(node: Any, position: int) -> int:
         return prod(node._saved_kernel_size)
     if kind in NORMS:
         return _normalized(node, shape)
+    if kind in VECTOR_NORMS and not 1 <= node._saved_ord <= 2:  # the largest one, or a root
+        return 1
     return prod(shape) // max(1, prod(node._input_metadata[0].shape))
 
 

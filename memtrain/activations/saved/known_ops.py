@@ -54,7 +54,10 @@ PRODUCTS = node_classes(
 )
 """Nodes of matrix products: the gradient of one factor does not grow if the other is small."""
 MULTIPLIES, POWERS = node_classes("MulBackward0"), node_classes("PowBackward0")
-SUMS = node_classes("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
+VECTOR_NORMS = node_classes("LinalgVectorNormBackward0")
+SUMS = VECTOR_NORMS | node_classes(
+    *("MeanBackward0", "MeanBackward1", "SumBackward0", "SumBackward1")
+)
 SOFTMAXES = node_classes("SoftmaxBackward0", "SafeSoftmaxBackward0", "LogSoftmaxBackward0")
 NORMS = node_classes(
     *("CudnnBatchNormBackward0", "FusedRmsNormBackward0", "MiopenBatchNormBackward0"),
@@ -223,17 +226,19 @@ _SHAPES = {
 }
 
 # An op of which memtrain has its own form, the node of torch's form, what that saves.
-_NONLINEAR = (
+_SMOOTH = (
     ("gelu", "GeluBackward0", "self"),
     ("silu", "SiluBackward0", "self"),
     ("mish", "MishBackward0", "self"),
-    ("relu", "ReluBackward0", "result"),
-    ("hardtanh", "HardtanhBackward0", "self"),
-    ("leaky_relu", "LeakyReluBackward0", "self"),
     ("elu", "EluBackward0", "self"),
     ("softplus", "SoftplusBackward0", "self"),
     ("logsigmoid", "LogSigmoidBackward0", "self"),
     ("hardswish", "HardswishBackward0", "self"),
+)
+_PIECEWISE = (
+    ("relu", "ReluBackward0", "result"),
+    ("hardtanh", "HardtanhBackward0", "self"),
+    ("leaky_relu", "LeakyReluBackward0", "self"),
     ("hardsigmoid", "HardsigmoidBackward0", "self"),
     ("hardshrink", "HardshrinkBackward0", "self"),
     ("softshrink", "SoftshrinkBackward0", "self"),
@@ -346,7 +351,8 @@ TABLE: tuple[KnownOp, ...] = (
     *(
         KnownOp(node, _replaced_op(name), (SavedBy(attribute, "input", reason, readers=readers),))
         for reason, ops, readers in (
-            (DERIVATIVE, _NONLINEAR, None),
+            (DERIVATIVE, _PIECEWISE, None),
+            (DERIVATIVE, _SMOOTH, FACTOR_READERS),
             (DERIVATIVE, _SATURATING, SATURATING_READERS),
             (REPLACED_OP, _NORMS, None),
         )

@@ -1,12 +1,12 @@
 """Defer the compression of a result until all ops that read the result are known."""
 
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from memtrain.activations.saved.averages import AVERAGES, FEW, elements_read, is_averaged
 from memtrain.activations.saved.known_ops import (
@@ -29,6 +29,7 @@ from memtrain.activations.saved.known_ops import (
 )
 from memtrain.activations.saved.node_tensors import tensors_of
 from memtrain.activations.saved.origin import is_parameter, storage_id
+from memtrain.activations.saved.records import Records
 from memtrain.activations.saved.store import Geometry, Storage
 
 _CARRIES_PRODUCTS = (
@@ -82,8 +83,8 @@ class _Result:
         self.number, self._node = storage_id(x), node._sequence_nr()
         self.is_factor = saved.attribute != "result"
         self._is_elementwise = self.readers is ELEMENTWISE_READERS
-        self.copies: set[StorageWeakRef] = set()
-        """Memory of other tensors with its elements, which ops may read when it is gone itself."""
+        self.copies: list[weakref.ref[Tensor]] = []
+        """Other tensors with its elements, which ops may read when it is gone itself."""
         self._storage = storage
         self._geometry: Geometry = (x.shape, x.stride(), x.storage_offset())
         self._kind = {"dtype": x.dtype, "device": x.device}  # a fake storage is on meta
@@ -93,6 +94,11 @@ class _Result:
     def is_saved(self) -> bool:
         """Return whether the result is compressed or kept already."""
         return self._save is None
+
+    @property
+    def is_done(self) -> bool:
+        """Return whether it is saved for good: kept, or compressed and gone."""
+        return self.is_saved and (self._storage.is_kept or self._storage.reference.expired())
 
     def is_copy(self, node: Any) -> bool:
         """Whether the output of a node that carries its elements has them as they are.
@@ -110,7 +116,8 @@ class _Result:
     @property
     def has_copies(self) -> bool:
         """Return whether a copy of its elements is alive."""
-        self.copies = {copy for copy in self.copies if not copy.expired()}
+        while self.copies and self.copies[-1]() is None:  # the latest mostly ends last
+            self.copies.pop()
         return bool(self.copies)
 
     @property
@@ -147,14 +154,24 @@ class Readers:
         """Results, by the numbers of the nodes that give them or carry their elements."""
         self._made: list[_Result] = []
         self._allowed: dict[_Result, None] = {}
+        self._open: set[_Result] = set()
+        """Those of which a later op may still change what is saved."""
 
     def add(
-        self, node: Any, saved: SavedBy, x: Tensor, storage: Storage, save: Callable[[bool], None]
+        self,
+        node: Any,
+        saved: SavedBy,
+        x: Tensor,
+        storage: Storage,
+        save: Callable[[bool], None],
+        records: Records | None,
     ) -> None:
         """Let a result or a factor wait."""
+        save = save if records is None else records.here(save)
         found = _Result(node, saved, x, storage, save)
         self.results.setdefault(node._sequence_nr(), {})[found] = None
         self._made.append(found)
+        self._open.add(found)
 
     def visit(
         self,
@@ -165,12 +182,12 @@ class Readers:
 
         For memtrain's form of an op, `elements` replaces `elements_read`.
         """
-        kind = class_of(node)
-        squares = kind in POWERS and node._saved_exponent == 2
         for position, (above, _) in enumerate(node.next_functions):
             waiting = () if above is None else self.results.get(above._sequence_nr(), ())
             if not waiting:
                 continue
+            kind = class_of(node)
+            squares = kind in POWERS and node._saved_exponent == 2
             few = kind in AVERAGES and elements(node, position) < FEW
             reads = kind in FACTOR_READERS and not few and not _scales(node)
             if kind in NORMS:
@@ -182,43 +199,53 @@ class Readers:
                     if found.has_copies:
                         self._allowed[found] = None
                     else:
-                        found.save(compress=True)
+                        self._save(found, compress=True)
                     continue
                 follows = carries or found.follows(node, kind)
                 if kind in VIEWS or (follows and not found.is_saved):
                     self.results.setdefault(node._sequence_nr(), {})[found] = None
                 elif not (follows and found.is_factor):
-                    found.save(compress=False)
+                    self._save(found, compress=False)
 
     def seen(self, results: Sequence[Any]) -> None:
         """End the visits of an op's nodes."""
         for x in results:
             if isinstance(x, Tensor) and x.grad_fn is not None:
-                number = storage_id(x)
                 for found in self.results.get(x.grad_fn._sequence_nr(), ()):
+                    number = storage_id(x)
                     if number >= 0 and number != found.number and found.is_copy(x.grad_fn):
-                        found.copies.add(StorageWeakRef(x.untyped_storage()))
-        for found in self._allowed:
+                        found.copies.append(weakref.ref(x))
+        for found in [*self._allowed]:
             if not found.has_copies:
-                found.save(compress=True)
-        self._allowed = {found: None for found in self._allowed if not found.is_saved}
+                self._save(found, compress=True)
+        if self._made and not self._open:
+            self.results, self._made = {}, []
 
     def end(self) -> None:
         """End the forward: compress the results that allowed ops have read, and that are gone.
 
-        A result that is alive, as one that a model stores in an attribute, may be read later.
+        A result that is alive, as one that a model returns, may be read later.
         """
         for found in self._allowed:
             found.save(compress=not found.is_alive)
         for found in self._made:
             if not found.is_saved or found.is_alive:
                 found.save(compress=False)
-        self.results, self._made, self._allowed = {}, [], {}
+
+    def waits(self, x: Tensor) -> bool:
+        """Return whether a result waits that has the tensor's elements."""
+        return x.grad_fn is not None and x.grad_fn._sequence_nr() in self.results
+
+    def _save(self, found: _Result, *, compress: bool) -> None:
+        found.save(compress=compress)
+        self._allowed.pop(found, None)
+        if found.is_done:
+            self._open.discard(found)
 
     def keep_all(self) -> None:
         """Keep the results so far: ops that were not visited may have read them."""
         for found in self._made:
-            found.save(compress=False)
+            self._save(found, compress=False)
 
 
 def _chooses(node: Any, kind: type) -> bool:

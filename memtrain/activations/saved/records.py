@@ -5,7 +5,7 @@ tokens go so: their payloads are made, and are gone before the backward.
 """
 
 import weakref
-from collections.abc import Set
+from collections.abc import Callable, Set
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -41,7 +41,8 @@ class Records:
 
     def __init__(self, inputs: Set[int]) -> None:
         self._inputs = inputs
-        self._saved: list[_Saved] = []
+        self._parts: list[list[_Saved]] = [[]]
+        self._saved = self._parts[-1]  # where records are added
         self._numbers: dict[int, tuple[int, StorageWeakRef]] = {}
 
     def note(self, site: Site, reason: str, x: Tensor | None = None) -> None:
@@ -77,19 +78,33 @@ class Records:
         reference = None if handle is None else weakref.ref(getattr(handle, "entry", handle))
         self._saved.append(_Saved(record, storage, reference))
 
+    def here(self, save: Callable[[bool], None]) -> Callable[[bool], None]:
+        """Return a function that runs a later save, whose records take their place here."""
+        place: list[_Saved] = []
+        self._parts += [place, []]
+        self._saved = self._parts[-1]
+
+        def run(compress: bool) -> None:
+            outer, self._saved = self._saved, place
+            save(compress)
+            self._saved = outer
+
+        return run
+
     def end(self) -> list[Record]:
         """Return the records with the bytes that the graph still holds.
 
         Where the save is gone, the baseline's bytes are 0 too, unless another save has the same
         storage.
         """
+        saves = [each for part in self._parts for each in part]
         living = {
             each.record.storage
-            for each in self._saved
+            for each in saves
             if (each.record.shape or each.record.nbytes) and each.is_alive()
         }
         found = []
-        for each in self._saved:
+        for each in saves:
             record, planned = each.record, each.planned()
             plain = record.nbytes if record.storage in living else 0
             if (plain, planned) != (record.nbytes, record.planned):

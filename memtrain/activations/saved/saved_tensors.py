@@ -244,7 +244,8 @@ class SavedTensors:
 
     def _save_of_attention(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
         """Save a mask in bits, or leave a result of attention to be recomputed."""
-        if self._fused is not None and self._fused.recomputes(name, x):
+        is_coded = partial(self._is_coded, site, x)
+        if self._fused is not None and self._fused.recomputes(name, x, is_coded):
             hook(node, name, self._fused, partial(FusedAttention.read, attribute=name))
             self.record(x, site, 0, "", _RECOMPUTED, self._fused)
             if self._formulas is FORMULAS and name == self._fused.output:
@@ -252,14 +253,17 @@ class SavedTensors:
             return True
         return bool(self.attention) and self._save_mask(node, name, site, x)
 
+    def _is_coded(self, site: Site, x: Tensor) -> bool:
+        chosen = self.choose(site)
+        return not (isinstance(chosen, Keep) or chosen.lossless or self.is_small(x))
+
     def _save_mask(self, node: Any, name: str, site: Site, x: Tensor) -> bool:
         """Store the bias of a boolean attention mask, or a dropout mask, in 1 bit per element."""
         bias = name in known_ops.MASKS and self.bool_mask
         factor = name == "other" and type(node) in MULTIPLIES and x.is_cpu
         if not (bias or factor) or x.requires_grad or unsupported(x):
             return False
-        chosen, kept = self.choose(site), not x.numel() or self.is_small(x) or self.is_kept(x)
-        if kept or isinstance(chosen, Keep) or chosen.is_identity:
+        if not x.numel() or self.is_kept(x) or not self._is_coded(site, x):
             return False
         mask = MaskBias(x)
         if not bias and not mask.equals(x):
@@ -308,10 +312,6 @@ class SavedTensors:
         """Return whether the storage of a tensor is kept, so that a payload would add bytes."""
         storage = self.store.get(storage_id(x))
         return storage is not None and storage.is_kept
-
-    def is_weight(self, x: Tensor) -> bool:
-        """Return whether a tensor is a parameter or a buffer, or made of parameters alone."""
-        return storage_id(x) in self.parameters or is_parameter(x)
 
     def record(self, x: Tensor, site: Site, planned: int, name: str, *others: Any) -> None:
         """Record a save, if this forward is recorded."""
@@ -362,14 +362,15 @@ class SavedTensors:
             parts = self.derived.part(node, saved.attribute, source or kept, site.op)
 
         def save(compress: bool) -> None:
-            handle = None
-            if compress and x._version == version:  # else the backward raises
+            handle, is_same = None, x._version == version  # if not, the backward raises
+            if compress and is_same:
                 handle = self._compress(node, saved, site, x, chosen, source)
             else:
-                self.keep(x, site, UNKNOWN_READER, node, saved.attribute)
+                self.keep(x, site, UNKNOWN_READER, node, saved.attribute if is_same else "")
             parts[saved.attribute] = handle or kept
 
-        self.readers.add(node, saved, x, storage_of(self.store, x, storage_id(x)), save)
+        at = storage_of(self.store, x, storage_id(x))
+        self.readers.add(node, saved, x, at, save, self.records)
 
     def _compress(
         self, node: Any, saved: SavedBy, site: Site, x: Tensor, chosen: Any, source: Any = None
@@ -425,8 +426,9 @@ class SavedTensors:
             if self.records is not None:
                 self.records.note(site, f"{unsupported(x)}; its bytes are not counted", x)
             return
-        if self.lossless is not None and attribute and not isinstance(x, nn.Parameter):
-            # The graph then holds a tensor of its own, and not the user's.
+        waits = self.readers.waits(x) and not self.is_small(x)
+        if (waits or self.lossless is not None) and attribute and not isinstance(x, nn.Parameter):
+            # The graph then holds a tensor of its own, so that the user's can end.
             self._register(node, attribute, Kept(x, x.detach()), x, site)
         base = x if x._base is None else x._base
         if number in self.parameters or (chosen == _WEIGHT and base.is_leaf):
@@ -439,10 +441,8 @@ class SavedTensors:
                 self._register(node, attribute, copy, x, site)
             else:
                 storage.keep(x.detach())
-        if self.records is not None:
-            reason = chosen if isinstance(chosen, str) else getattr(chosen, "reason", "")
-            name = "" if reason else repr(chosen)
-            self.records.add(x, site, planned, name, reason, copy)
+        reason = chosen if isinstance(chosen, str) else getattr(chosen, "reason", "")
+        self.record(x, site, planned, "" if reason else repr(chosen), reason, copy)
 
 
 _STATE = ("choose", "options", "seed", "step", "draws", "watch", "lossless")

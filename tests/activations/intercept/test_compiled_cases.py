@@ -331,7 +331,8 @@ def test_equal_blocks_share_one_graph():
 def test_a_graph_of_an_equal_module_that_is_uncompressed_is_reported_with_its_remedy(how):
     def make():
         if how == "torch.compile":
-            return torch.compile(nn.Sequential(nn.Linear(64, 64), nn.GELU()), backend=BACKEND)
+            model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 1))
+            return torch.compile(model, backend=BACKEND)
         model = nets.Model(blocks=1)
         (model if how == "model.compile" else model.h[0]).compile(backend=BACKEND)
         return model

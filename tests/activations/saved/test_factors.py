@@ -1,8 +1,11 @@
+import weakref
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+import memtrain
 from tests.activations.saved.test_reads import WEIGHT, Model, with_and_without
 
 TWO = nn.Parameter(torch.tensor([1.0, 0.5]))
@@ -83,6 +86,80 @@ def test_a_product_whose_smallest_elements_count_most_keeps_its_factors(product,
     cfg = ["preset=activations_only", f"activations={rules}"]
     exact, mine, _ = with_and_without(model, torch.randn(64, 64), cfg)
     assert torch.equal(mine, exact)
+
+
+SMOOTH = {
+    **{"gelu": F.gelu, "silu": F.silu, "mish": F.mish, "tanhshrink": F.tanhshrink},
+    **{"silu in place": lambda h: F.silu(h * 1, inplace=True), "hardswish": F.hardswish},
+    **{"gelu_tanh": lambda h: F.gelu(h, approximate="tanh"), "elu": F.elu},
+}
+
+
+def logarithm(y):
+    return (y.abs() + 1e-6).log()
+
+
+@pytest.mark.each_value
+@pytest.mark.parametrize("function", SMOOTH)
+@pytest.mark.parametrize("read", ["inside", "outside", "compiled"])
+@pytest.mark.parametrize("bits", [1, 3])
+def test_a_nonlinearity_that_a_logarithm_reads_keeps_its_input(function, read, bits):
+    def gradient(model):
+        y = torch.compile(model, backend="aot_eager", disable=read != "compiled")(x)
+        loss = y.sum() if read == "inside" else logarithm(y).sum()
+        return torch.autograd.grad(loss, model[0].weight)[0].flatten()
+
+    torch.manual_seed(0)
+    torch.compiler.reset()
+    after = logarithm if read == "inside" else torch.positive
+    x, model = torch.randn(64, 64), nn.Sequential(nn.Linear(64, 64), nn.Identity())
+    model[1].forward = lambda h: after(SMOOTH[function](4 * h))
+    exact = gradient(model)
+    rules = f"activations.rules=[{{compressor: {{name: derivative, bits: {bits}}}}}]"
+    model, _ = memtrain.wrap(model, None, ["preset=activations_only", rules])
+    torch.testing.assert_close(gradient(model), exact, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("function", SMOOTH)
+def test_a_nonlinearity_is_compressed_where_products_read_what_is_made_of_it(function):
+    model = Model(lambda h: F.dropout(h + SMOOTH[function](h) * 2, 0.1).view(-1, 64) @ WEIGHT)
+    _, _, entries = with_and_without(model, torch.randn(64, 64))
+    assert [e for e in entries if f" / {function.split()[0]} / " in e.site and e.compressor]
+
+
+@pytest.mark.parametrize("linear", ["keep", "{name: group, bits: 4}"])
+@pytest.mark.parametrize("first", ["linear", "logarithm"])
+def test_what_reads_a_nonlinearity_first_decides_nothing(linear, first):
+    def both(h):
+        y = F.gelu(4 * h)
+        if first == "linear":
+            z = y @ WEIGHT
+        return logarithm(y).sum() + (z if first == "linear" else y @ WEIGHT)
+
+    torch.manual_seed(0)
+    rules = f"[{{op: linear|matmul, compressor: {linear}}}, {{compressor: {{name: derivative}}}}]"
+    cfg = ["preset=activations_only", f"activations.rules={rules}"]
+    exact, mine, _ = with_and_without(Model(both), torch.randn(64, 64), cfg)
+    torch.testing.assert_close(mine, exact, rtol=1e-4, atol=1e-3)
+
+
+def test_an_input_is_gone_two_layers_later_though_a_layer_keeps_the_result():
+    cfg = [
+        "preset=activations_only",
+        "activations.rules=[{op: gelu, compressor: {name: derivative}}]",
+    ]
+    layers = [nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(4)]
+    model, _ = memtrain.wrap(nn.Sequential(*layers, nn.Linear(64, 1)), None, cfg)
+    inputs = []
+    for layer in layers:
+        layer[0].register_forward_hook(lambda *args: inputs.append(weakref.ref(args[-1])))
+    alive = []
+    for layer in (*layers[1:], model[-1]):
+        layer.register_forward_pre_hook(
+            lambda *_: alive.append(sum(x() is not None for x in inputs))
+        )
+    model(torch.randn(64, 64)).sum().backward()
+    assert alive == [1, 2, 2, 2]  # the caller of a layer holds its input until it returns
 
 
 NORMS = {
