@@ -234,7 +234,8 @@ def judge(baseline, mine, draw, rounding=0.0, slack=None):
     Returns:
         `equal`: to the bit. `unbiased`: the mean draw is the exact gradient. `second order`: its
         bias is no more than the square of a small noise, as of a backward that is smooth in what
-        is quantised. `code`: within `slack`. `error`: both fail equally. Else what is wrong.
+        is quantised. `code`: within `slack`. `error`: both fail equally. Else what is wrong:
+        `biased` for one whose noise is small.
     """
     if baseline.error or mine.error:
         equal = baseline.error == mine.error
@@ -255,7 +256,7 @@ def judge(baseline, mine, draw, rounding=0.0, slack=None):
         return Verdict("unbiased", str(q))
     if q.bias <= q.rms**2 and q.rms <= SMALL:
         return Verdict("second order", str(q))
-    return Verdict("biased", str(q))
+    return Verdict("biased" if q.rms <= SMALL else "far off", str(q))
 
 
 def parameter_gradients(model, x, loss=None):
