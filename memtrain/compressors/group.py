@@ -29,7 +29,6 @@ class Group(Compressor):
         bits: Bits per element, 1 to 8.
         group_size: Elements per group, a multiple of 8, from 8 to 16384.
         rounding: `"stochastic"` (the key gives the seed) or `"nearest"` (the key is unused).
-        bounds: The dtype of minimum and maximum, `"bf16"` or `"fp32"`.
         whole_rows: Whether groups of a saved activation end at rows (the last dimension), so that
             rows of zeros stay zeros. Groups then have the largest multiple of 8 elements, from 32
             to `group_size`, that divides a row, or else `group_size`. A norm's codes have
@@ -42,8 +41,7 @@ class Group(Compressor):
         ValueError: If a field is out of range.
 
     Memory:
-        bits / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in whole
-        groups: 0.516 at the defaults.
+        bits / 8 + 4 / group_size bytes per element, in whole groups: 0.516 at the defaults.
 
     Example:
         >>> packed = Group(bits=2, group_size=8).compress(torch.arange(8.0), key=Key(seed=1))
@@ -61,7 +59,6 @@ class Group(Compressor):
     bits: int = 4
     group_size: int = 256
     rounding: str = "stochastic"
-    bounds: str = "bf16"
     # Not compared: ops that save the same tensor share a payload.
     whole_rows: bool = field(default=False, compare=False)
     floor: float | None = None
@@ -74,15 +71,12 @@ class Group(Compressor):
         group.check(self.bits, self.group_size)
         if self.rounding not in ("stochastic", "nearest"):
             raise ValueError(f"rounding={self.rounding!r}; allowed: 'stochastic', 'nearest'")
-        if self.bounds not in ("bf16", "fp32"):
-            raise ValueError(f"bounds={self.bounds!r}; allowed: 'bf16', 'fp32'")
         if not isinstance(self.whole_rows, bool):
             raise ValueError(f"whole_rows={self.whole_rows!r}; allowed: true, false")
 
     def group_codes(self, key: Key) -> Codes:
         """Return the options of kernels for these codes."""
-        stochastic, wide = self.rounding == "stochastic", self.bounds == "fp32"
-        return self.bits, self.group_size, key.bits(), stochastic, wide
+        return self.bits, self.group_size, key.bits(), self.rounding == "stochastic"
 
     def for_saved(self, shape: torch.Size) -> "Group":
         """Return groups that divide rows of this shape, with `whole_rows`.
@@ -102,15 +96,14 @@ class Group(Compressor):
         """Return the function from `kernels.group.group.kernel_of`, which has no floor."""
         if self.floor is not None:
             return None
-        bits, group_size, _, stochastic, wide = self.group_codes(Key())
-        return group.kernel_of(x, bits, group_size, stochastic, wide)
+        return group.kernel_of(x, self.bits, self.group_size, self.rounding == "stochastic")
 
     def compress(self, x: Tensor, *, key: Key) -> Packed:
         """Quantise a float tensor in logical order.
 
         Returns:
-            Tensors `codes`, uint8 [n_groups, group_size / 8 * bits], and `bounds`,
-            bfloat16 or float32 [n_groups, 2].
+            Tensors `codes`, uint8 [n_groups, group_size / 8 * bits], and `bounds`, bfloat16
+            [n_groups, 2].
         """
         x = x.detach() if x.requires_grad else x
         x = x if self.floor is None else x.clamp(min=self.floor)

@@ -25,11 +25,11 @@ class Samples(Compressor):
 
     Args:
         bits: Widths, 1 to 8, for equal parts of the samples, in any order.
-        group_size, rounding, bounds: As in `Group`.
+        group_size, rounding: As in `Group`.
 
     Memory:
-        mean(bits) / 8 + 4 / group_size bytes per element (8 / group_size with `bounds="fp32"`), in
-        whole groups of each sample, and 1 to 4 bytes per sample if widths differ.
+        mean(bits) / 8 + 4 / group_size bytes per element, in whole groups of each sample, and 1 to
+        4 bytes per sample if widths differ.
 
     Example:
         >>> compressor = Samples(bits=(4, 1))
@@ -50,7 +50,6 @@ class Samples(Compressor):
     bits: tuple[int, ...] = (2,)
     group_size: int = 256
     rounding: str = "stochastic"
-    bounds: str = "bf16"
 
     def __post_init__(self) -> None:
         widths = tuple(self.bits)
@@ -58,7 +57,6 @@ class Samples(Compressor):
             raise ValueError("bits=(); allowed: at least one width")
         for width in widths:
             Group(bits=width, group_size=self.group_size, rounding=self.rounding)
-        Group(bounds=self.bounds)
         # Sorted, so that equal shares are equal values. Configs contain lists.
         object.__setattr__(self, "bits", tuple(sorted(widths, reverse=True)))
 
@@ -68,7 +66,6 @@ class Samples(Compressor):
         parts = [f"bits={mean} ({shares})" if len(set(self.bits)) > 1 else f"bits={mean}"]
         parts.append(f"group_size={self.group_size}")
         parts += [f"rounding={self.rounding!r}"] if self.rounding != "stochastic" else []
-        parts += [f"bounds={self.bounds!r}"] if self.bounds != "bf16" else []
         return f"Samples({', '.join(parts)})"
 
     def widths(self, n_samples: int) -> list[int]:
@@ -79,8 +76,8 @@ class Samples(Compressor):
         """Quantise `x`, sample by sample; a 0-d tensor is one sample.
 
         Returns:
-            Tensors `codes`, uint8, widest first; `bounds`, bfloat16 or float32 [n_groups, 2]; and
-            `order`, int [n_samples], the sample at each position, empty if all widths are equal.
+            Tensors `codes`, uint8, widest first; `bounds`, bfloat16 [n_groups, 2]; and `order`,
+            int [n_samples], the sample at each position, empty if all widths are equal.
         """
         rows = x.detach().reshape(_sizes(x.shape))
         n_samples, size = rows.shape
@@ -98,8 +95,8 @@ class Samples(Compressor):
         for width, begin, end in parts:
             # Each width draws its own random bits.
             seed = key._replace(microbatch=key.microbatch + (width << 32)).bits()
-            options = (self.rounding == "stochastic", self.bounds == "fp32")
-            some = group.group_quantize(padded[begin:end], width, length, seed, *options)
+            stochastic = self.rounding == "stochastic"
+            some = group.group_quantize(padded[begin:end], width, length, seed, stochastic)
             codes.append(some[0].view(-1))
             bounds.append(some[1])
         tensors = {"codes": torch.cat(codes), "bounds": torch.cat(bounds), "order": order}

@@ -50,12 +50,11 @@ def grouped(rows, length, bits, compressor, dtype):
         )
         target = groups.nan_to_num(-math.inf).maximum(lo).minimum(hi)
         target = target.where(clean.any(2, keepdim=True), torch.nan)
-        ends = torch.bfloat16 if compressor.bounds == "bf16" else torch.float32
         share = 0.5 if compressor.rounding == "nearest" else 1.0
         parts = (2.0**bits - 1).view(n, 1, 1)
-        error = range_error(lo, hi, parts, share, dtype, ends)
+        error = range_error(lo, hi, parts, share, dtype, torch.bfloat16)
         # What is not finite decodes to a bound itself, wherever the steps between them lie.
-        error = torch.where(clean, error, error + outward_error(lo, hi, ends))
+        error = torch.where(clean, error, error + outward_error(lo, hi, torch.bfloat16))
     else:
         error = torch.zeros_like(groups)
     return target.flatten(1)[:, :size], error.flatten(1)[:, :size]

@@ -37,7 +37,7 @@ class Row:
 
 
 GROUPS = (
-    {"bits": 3, "bounds": "fp32"},
+    {"bits": 3},
     {"bits": 4, "rounding": "nearest"},
     {"bits": 8},
     {"bits": 1},

@@ -26,7 +26,6 @@ FAKE = FakeTensorMode()
 WIDTHS = st.integers(1, 8)
 SIZES = st.sampled_from((8, 16, 64, 104, 256, 1000, 16384))
 ROUNDINGS = st.sampled_from(("nearest", "stochastic"))
-BOUNDS = st.sampled_from(("bf16", "fp32"))
 MAPS = st.sampled_from(
     [("DE", True), ("DE", False), ("DE-0", False), ("Linear", True), ("Linear", False)]
 )
@@ -50,7 +49,7 @@ def mapped(name, **fields):
     )
 
 
-GROUP = {"group_size": SIZES, "rounding": ROUNDINGS, "bounds": BOUNDS}
+GROUP = {"group_size": SIZES, "rounding": ROUNDINGS}
 FIELDS: dict[str, st.SearchStrategy] = {
     "identity": built("identity"),
     "derivative": built("derivative", bits=st.integers(1, 4), function=st.sampled_from(FUNCTIONS)),
@@ -269,10 +268,9 @@ def test_many_cases_that_nobody_thought_of(name, values):
 
 
 @pytest.mark.parametrize("name", ["reference", "cpu", "triton"])
-@pytest.mark.parametrize("bounds", ["bf16", "fp32"])
-def test_groups_of_float16_stay_finite_where_their_bounds_round_beyond_its_range(name, bounds):
+def test_groups_of_float16_stay_finite_where_their_bounds_round_beyond_its_range(name):
     x = torch.tensor([65504.0, -65504, 65500, 0] * 2, dtype=torch.float16)
-    compressor = Group(bits=8, group_size=8, rounding="nearest", bounds=bounds)
+    compressor = Group(bits=8, group_size=8, rounding="nearest")
     with backend(name):
         y = compressor.decompress(compressor.compress(x, key=Key()))
     assert y[:3].tolist() == [65504.0, -65504.0, 65504.0]

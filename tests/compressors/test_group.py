@@ -20,7 +20,6 @@ from memtrain.compressors.log_group import SPAN, cut_, of_logarithms
         ({"group_size": 12}, "group_size=12; allowed: multiples of 8"),
         ({"group_size": 16392}, "group_size=16392; allowed: multiples of 8"),
         ({"rounding": "up"}, "rounding='up'; allowed: 'stochastic', 'nearest'"),
-        ({"bounds": "fp16"}, "bounds='fp16'; allowed: 'bf16', 'fp32'"),
     ],
 )
 def test_wrong_fields_are_refused(fields, message):
@@ -36,11 +35,10 @@ def test_only_floats_are_taken(kind, dtype):
 
 
 @pytest.mark.parametrize("bits", range(1, 9))
-@pytest.mark.parametrize(("bounds", "extra"), [("bf16", 4), ("fp32", 8)])
-def test_bytes_are_those_of_the_docstring(bits, bounds, extra):
-    compressor = Group(bits=bits, group_size=64, bounds=bounds)
+def test_bytes_are_those_of_the_docstring(bits):
+    compressor = Group(bits=bits, group_size=64)
     packed = compressor.compress(torch.randn(10, 100), key=Key())
-    assert packed.nbytes == 16 * (64 * bits // 8 + extra)
+    assert packed.nbytes == 16 * (64 * bits // 8 + 4)
 
 
 @pytest.mark.parametrize("kind", [Group, Patch])
@@ -54,7 +52,7 @@ def test_the_key_feeds_stochastic_rounding_only(kind):
 
 
 def around(x):
-    code = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32", floor=-SPAN)
+    code = Group(bits=8, group_size=8, rounding="nearest", floor=-SPAN)
     return code.decompress(code.compress(x, key=Key()))
 
 
@@ -77,7 +75,7 @@ def test_what_lies_within_the_range_is_quantised_as_by_a_group():
 
 
 def test_a_group_is_replaced_and_other_compressors_are_not():
-    group = Group(bits=3, group_size=64, bounds="fp32", whole_rows=True)
+    group = Group(bits=3, group_size=64, whole_rows=True)
     found = of_logarithms(group)
     assert vars(found) == vars(group) | {"floor": -SPAN}
     assert of_logarithms(Host(inner=group)).inner == found != group

@@ -124,10 +124,7 @@ def test_bad_numbers_change_no_other_element(bits):
 def test_equal_hand_outs_are_equal_values():
     assert Samples(bits=(1, 4)) == Samples(bits=[4, 1])
     assert hash(Samples(bits=[4, 1])) == hash(Samples(bits=(4, 1)))
-    assert (
-        repr(Samples(bits=(2, 2), bounds="fp32"))
-        == "Samples(bits=2, group_size=256, bounds='fp32')"
-    )
+    assert repr(Samples(bits=(2, 2))) == "Samples(bits=2, group_size=256)"
 
 
 @pytest.mark.parametrize(
@@ -138,7 +135,6 @@ def test_equal_hand_outs_are_equal_values():
         ({"bits": (4, 2.5)}, "bits=2.5"),
         ({"group_size": 0}, "group_size=0"),
         ({"rounding": "up"}, "rounding='up'"),
-        ({"bounds": "fp16"}, "bounds='fp16'"),
     ],
 )
 def test_fields_out_of_range_are_named(fields, message):

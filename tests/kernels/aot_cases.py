@@ -21,20 +21,16 @@ WIDTHS = (2, 3, 4, 8)
 """Bits of 4, 8, 2 and 1 lanes: every form of the layout."""
 
 
-def bounds(wide):
-    return "*fp32" if wide else "*bf16"
-
-
-def quantize(bits, dtype, size=256, *, wide=False, stochastic=True, rows=False):
-    signature = {"x_ptr": dtype, "codes_ptr": "*u8", "bounds_ptr": bounds(wide)}
+def quantize(bits, dtype, size=256, *, stochastic=True, rows=False):
+    signature = {"x_ptr": dtype, "codes_ptr": "*u8", "bounds_ptr": "*bf16"}
     sizes = dict.fromkeys(("n", "n_groups", "per_row", "stride"), "i32") | {"seed": "i64"}
     constants = {"BITS": bits, "WIDTH": size // 8, "STOCHASTIC": stochastic, "ROWS": rows}
     options = group._quantize_tile(size, rows)
     return group._quantize_kernel, signature | sizes, constants | EXACT | options
 
 
-def dequantize(bits, dtype, size=256, *, wide=False):
-    signature = {"codes_ptr": "*u8", "bounds_ptr": bounds(wide), "out_ptr": dtype}
+def dequantize(bits, dtype, size=256):
+    signature = {"codes_ptr": "*u8", "bounds_ptr": "*bf16", "out_ptr": dtype}
     constants = {"BITS": bits, "WIDTH": size // 8} | EXACT | group.tile(size)
     return group._dequantize_kernel, signature | {"n": "i32", "n_groups": "i32"}, constants
 
@@ -68,10 +64,10 @@ def backward(dtype, bits, *, multiply=True):
     return derivative._backward_kernel, pointers | {"n": "i64", "n_blocks": "i64"}, constants
 
 
-def norm_forward(dtype, size, bits, group_size=256, *, wide=False, **constants):
+def norm_forward(dtype, size, bits, group_size=256, **constants):
     signature = {
         "x_ptr": dtype, "weight_ptr": "*fp32", "bias_ptr": "*fp32", "y_ptr": dtype,
-        "rstd_ptr": "*fp32", "codes_ptr": "*u8", "bounds_ptr": bounds(wide),
+        "rstd_ptr": "*fp32", "codes_ptr": "*u8", "bounds_ptr": "*bf16",
         "size": "i32", "eps": "fp32", "seed": "i64",
     }  # fmt: skip
     constants |= {"BITS": bits, "STOCHASTIC": True} | EXACT
@@ -140,12 +136,12 @@ def reduce(second, whole, p, g, master):
 CASES = {
     "group.group_triton": [
         *(quantize(bits, "*fp32") for bits in WIDTHS),
-        *(quantize(4, dtype, wide=True) for dtype in ("*bf16", "*fp16")),
+        *(quantize(4, dtype) for dtype in ("*bf16", "*fp16")),
         quantize(4, "*bf16", stochastic=False),
         quantize(4, "*bf16", rows=True),
         quantize(3, "*fp32", 16384),
         *(dequantize(bits, "*fp32") for bits in WIDTHS),
-        dequantize(4, "*bf16", wide=True),
+        dequantize(4, "*bf16"),
         dequantize(4, "*fp16"),
         dequantize(3, "*fp32", 16384),
     ],
@@ -174,7 +170,7 @@ CASES = {
         *(norm_forward("*fp32", 768, bits, CENTRED=True, NARROW=False) for bits in WIDTHS),
         norm_forward("*bf16", 4096, 4, CENTRED=False, NARROW=True),
         norm_forward("*bf16", 8192, 4, CENTRED=True, NARROW=False),
-        norm_forward("*fp16", 4096, 4, wide=True, CENTRED=False, NARROW=True),
+        norm_forward("*fp16", 4096, 4, CENTRED=False, NARROW=True),
         norm_forward("*bf16", 16384, 3, 16384, CENTRED=True, NARROW=False),
     ],
     "packing.pack_triton": [

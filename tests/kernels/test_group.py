@@ -42,7 +42,7 @@ def roundtrip(x, **options):
 def test_reference_matches_a_worked_case():
     # lo 0, hi 3, so step 1: codes 0 1 2 3 0 1 2 2; byte c holds codes c, c+2, c+4, c+6.
     x = torch.tensor([0.0, 1.0, 2.0, 3.0, 0.4, 0.6, 1.5, 2.49])
-    codes, bounds = group.quantize_reference(x, 2, 8, 0, False, False)
+    codes, bounds = group.quantize_reference(x, 2, 8, 0, False)
     assert codes.tolist() == [[0b10_00_10_00, 0b10_01_11_01]]
     assert bounds.tolist() == [[0.0, 3.0]]
     values = group.dequantize_reference(codes, bounds, 2, 8, 8, torch.float32)
@@ -54,7 +54,7 @@ def test_bounds_are_rounded_outwards(name):
     # bfloat16 near 1 has steps of 2**-7, just below 2 too.
     x = torch.tensor([[1.001, 1.999], [-1.999, -1.001], [-1e-3, 3e-3], [-0.5, 0.5]])
     with backend(name):
-        _, bounds = group.group_quantize(x.repeat_interleave(4, 1), 4, 8, 0, False, False)
+        _, bounds = group.group_quantize(x.repeat_interleave(4, 1), 4, 8, 0, False)
     assert bounds[0].tolist() == [1.0, 2.0]
     assert bounds[1].tolist() == [-2.0, -1.0]
     assert bounds[3].tolist() == [-0.5, 0.5]
@@ -73,7 +73,7 @@ def test_stochastic_codes_follow_the_definition(name):
 
     u = uniform_blocks(1, 64, 9, x.device)[0]
     with backend(name):
-        codes, _ = group.group_quantize(x, 2, 64, 9, True, False)
+        codes, _ = group.group_quantize(x, 2, 64, 9, True)
     expected = (x.double() + u.double()).floor().long()  # lo 0, step 1
     assert torch.equal(bit_codes.unpack(codes, 2)[0], expected)
 
@@ -85,13 +85,13 @@ def test_stochastic_codes_follow_the_definition(name):
 @pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("name", TWINS)
 def test_twin_equals_reference(name, bits, dtype):
-    stochastic, wide = bits % 2 == 0, bits % 3 == 0
+    stochastic = bits % 2 == 0
     for size in (256, 24) if name == "triton" else (8, 24, 64, 128, 256, 1000):
         x = (torch.randn(2 * size + 5) * 10.0 ** (bits - 4)).to(dtype)
-        codes, bounds = group.quantize_reference(x, bits, size, SEED, stochastic, wide)
+        codes, bounds = group.quantize_reference(x, bits, size, SEED, stochastic)
         values = group.dequantize_reference(codes, bounds, bits, size, x.numel(), dtype)
         with backend(name):
-            twin = group.group_quantize(x, bits, size, SEED, stochastic, wide)
+            twin = group.group_quantize(x, bits, size, SEED, stochastic)
             twin_values = group.group_dequantize(codes, bounds, bits, size, x.numel(), dtype)
         assert torch.equal(twin[0], codes)
         assert equal(twin[1], bounds)
@@ -112,10 +112,10 @@ class NumbersReciprocal(TorchFunctionMode):
 def test_twin_equals_the_reference_where_numbers_divide_by_their_reciprocal(name, bits):
     x = torch.randn(40, 24)
     with NumbersReciprocal():
-        codes, bounds = group.quantize_reference(x, bits, 24, SEED, True, True)
+        codes, bounds = group.quantize_reference(x, bits, 24, SEED, True)
         values = group.dequantize_reference(codes, bounds, bits, 24, x.numel(), x.dtype)
     with backend(name):
-        assert torch.equal(group.group_quantize(x, bits, 24, SEED, True, True)[0], codes)
+        assert torch.equal(group.group_quantize(x, bits, 24, SEED, True)[0], codes)
         assert equal(group.group_dequantize(codes, bounds, bits, 24, x.numel()), values)
 
 
@@ -163,24 +163,23 @@ def test_twin_equals_reference_on_hard_numbers(name):
     ]
     x = torch.tensor(hard)
     for bits in (1, 3, 8):
-        for wide in (False, True):
-            codes, bounds = group.quantize_reference(x, bits, 8, SEED, True, wide)
-            values = group.dequantize_reference(codes, bounds, bits, 8, x.numel(), x.dtype)
-            with backend(name):
-                twin = group.group_quantize(x, bits, 8, SEED, True, wide)
-                twin_values = group.group_dequantize(codes, bounds, bits, 8, x.numel(), x.dtype)
-            assert torch.equal(twin[0], codes)
-            assert equal(twin[1], bounds)
-            assert equal(twin_values, values)
+        codes, bounds = group.quantize_reference(x, bits, 8, SEED, True)
+        values = group.dequantize_reference(codes, bounds, bits, 8, x.numel(), x.dtype)
+        with backend(name):
+            twin = group.group_quantize(x, bits, 8, SEED, True)
+            twin_values = group.group_dequantize(codes, bounds, bits, 8, x.numel(), x.dtype)
+        assert torch.equal(twin[0], codes)
+        assert equal(twin[1], bounds)
+        assert equal(twin_values, values)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**63 - 1, -(2**63)])
 @pytest.mark.parametrize("name", TWINS)
 def test_twin_equals_reference_for_every_seed(name, seed):
     x = torch.randn(300)
-    expected, _ = group.quantize_reference(x, 4, 256, seed, True, False)
+    expected, _ = group.quantize_reference(x, 4, 256, seed, True)
     with backend(name):
-        codes, _ = group.group_quantize(x, 4, 256, seed, True, False)
+        codes, _ = group.group_quantize(x, 4, 256, seed, True)
     assert torch.equal(codes, expected)
 
 
@@ -192,10 +191,10 @@ def test_twin_equals_reference_for_every_seed(name, seed):
 def test_rows_with_gaps_between_them_are_as_their_copy(rows, columns, size, bits, dtype):
     whole = torch.randn(rows, 3 * columns).to(dtype)
     for x in (whole[:, :columns], whole[:, columns : 2 * columns]):
-        quantize, _ = group.kernel_of(x, bits, size, True, False)
+        quantize, _ = group.kernel_of(x, bits, size, True)
         packed = group.group_quantize(x.contiguous(), bits, size, 3)
         assert all(map(torch.equal, quantize(x, 3), packed))
-    assert group.kernel_of(whole.t(), bits, size, True, False) is None
+    assert group.kernel_of(whole.t(), bits, size, True) is None
 
 
 def test_threads_do_not_change_the_result():
@@ -255,7 +254,7 @@ def test_triton_reads_rows_with_gaps_where_they_lie(dtype, stochastic):
     pytest.importorskip("triton")
     wide = torch.randn(7, 3 * 512).to(dtype)
     x = wide[:, 512:1024]
-    expected = group.quantize_reference(x.contiguous(), 4, 256, 5, stochastic, False)
+    expected = group.quantize_reference(x.contiguous(), 4, 256, 5, stochastic)
     with backend("triton"), LiveStorages() as live:
         found = group.group_quantize(x, 4, 256, 5, stochastic)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
@@ -267,7 +266,7 @@ def test_triton_reads_rows_with_gaps_where_they_lie(dtype, stochastic):
 def test_bound_triton_kernels_are_the_ops(dtype, bits):
     pytest.importorskip("triton")
     wide = torch.randn(7, 3 * 512).to(dtype)
-    options = (bits, 256, True, False)
+    options = (bits, 256, True)
     for x in (wide[:, 512:1024], wide[0, :777], wide):
         with backend("triton"):
             quantize, nbytes = group.kernel_of(x, *options)

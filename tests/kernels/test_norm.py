@@ -23,8 +23,8 @@ def example(rows, size, dtype, offset=3.0):
     return x, size, torch.randn(size), torch.randn(size)
 
 
-def options(bits, group_size, seed=0, stochastic=True, wide=False):
-    return bits, group_size, seed, stochastic, wide
+def options(bits, group_size, seed=0, stochastic=True):
+    return bits, group_size, seed, stochastic
 
 
 def on(name, *arguments, **more):

@@ -88,17 +88,17 @@ CASES = {
         for bits in range(1, 9)
     ],
     "group_quantize": lambda: [
-        (x, bits, 64, 7, stochastic, wide)
+        (x, bits, 64, 7, stochastic)
         for x in views()
-        for bits, stochastic, wide in ((4, True, False), (3, False, True))
+        for bits, stochastic in ((4, True), (3, False))
     ],
     "group_dequantize": lambda: [
-        (*group.group_quantize(x, bits, 64, wide=wide), bits, 64, x.numel(), x.dtype)
+        (*group.group_quantize(x, bits, 64), bits, 64, x.numel(), x.dtype)
         for x in views()
-        for bits, wide in ((4, False), (3, True))
+        for bits in (4, 3)
     ],
     "norm_quantize": lambda: [
-        (x, 64, weight, None, 1e-5, centred, True, 4, 32, 7, True, False)
+        (x, 64, weight, None, 1e-5, centred, True, 4, 32, 7, True)
         for x in (torch.randn(3, 64), torch.randn(2, 2, 64).bfloat16(), torch.randn(0, 64))
         for weight, centred in ((torch.ones(64), True), (None, False))
     ],

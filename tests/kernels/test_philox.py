@@ -101,7 +101,7 @@ OPS = {
     "group_quantize": lambda x, seed: group.group_quantize(x, 4, 16, seed),
     "its op": lambda x, seed: group.group_quantize(x.clone().requires_grad_(), 4, 16, seed),
     "of float16": lambda x, seed: group.group_quantize(x.half(), 4, 16, seed),
-    "norm_quantize": lambda x, seed: norm.norm_quantize(x, 16, codes=(4, 16, seed, True, False)),
+    "norm_quantize": lambda x, seed: norm.norm_quantize(x, 16, codes=(4, 16, seed, True)),
     "patch_quantize": lambda x, seed: patch.patch_quantize(x.view(1, 4, 16, 1), seed, True),
     "round_count": lambda x, seed: rounding.round_count(x, LAYOUT, seed),
     "round_count_": lambda x, seed: rounding.round_count_(x.clone(), LAYOUT, seed),

@@ -26,16 +26,15 @@ def group_quantize(
     group_size: int = 256,
     seed: int = 0,
     stochastic: bool = True,
-    wide: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Quantise `x` to `bits` bits between each group's minimum and maximum.
 
     `x` is read in logical order, in groups of `group_size` elements, a multiple of 8 up to 16384;
-    all arithmetic is float32. A group's bounds are first rounded outwards to bfloat16 (`wide`
-    bounds are float32), and then used to encode and to decode, so that stochastic rounding is
-    unbiased. (ActNN encodes with unrounded bounds, which is biased.) With `step = (hi - lo) /
-    (2**bits - 1)`, `code = floor((x - lo) / step + u)`, where `u` is 0.5 (nearest, half up) or
-    uniform with 16 random bits (stochastic; see `philox.uniform_pairs`).
+    all arithmetic is float32. A group's bounds are first rounded outwards to bfloat16, and then
+    used to encode and to decode, so that stochastic rounding is unbiased. (ActNN encodes with
+    unrounded bounds, which is biased.) With `step = (hi - lo) / (2**bits - 1)`, `code = floor((x -
+    lo) / step + u)`, where `u` is 0.5 (nearest, half up) or uniform with 16 random bits
+    (stochastic; see `philox.uniform_pairs`).
 
     Special values:
 
@@ -54,7 +53,7 @@ def group_quantize(
     Returns:
         codes: uint8, [n_groups, group_size * bits / 8], with the layout of `kernels.packing.bits`.
             The padding of the last group has codes 0.
-        bounds: (lo, hi) of each group, bfloat16 or float32, [n_groups, 2].
+        bounds: (lo, hi) of each group, bfloat16, [n_groups, 2].
 
     Example:
         >>> codes, bounds = group_quantize(torch.arange(8.0), bits=8, group_size=8)
@@ -66,7 +65,7 @@ def group_quantize(
     """
     seed = philox.signed(seed)
     run = _quantize if is_plain(x) else _quantize_op
-    return run(x, bits, group_size, seed, stochastic, wide)
+    return run(x, bits, group_size, seed, stochastic)
 
 
 def group_dequantize(
@@ -91,13 +90,13 @@ def group_dequantize(
 
 
 def quantize_reference(
-    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool
 ) -> tuple[Tensor, Tensor]:
     """Compute `group_quantize` in plain torch: the definition."""
     flat = x.reshape(-1).float()
     groups = bit_codes.blocks(flat, group_size)
     valid = bit_codes.blocks(torch.ones_like(flat, dtype=torch.bool), group_size)
-    bounds = bounds_of(groups, valid & groups.isfinite(), wide)
+    bounds = bounds_of(groups, valid & groups.isfinite())
     _, inverse = _steps(bounds, bits)
     if stochastic:
         u = philox.uniform_pairs(groups.shape[0], group_size, seed, x.device)
@@ -105,7 +104,7 @@ def quantize_reference(
         u = torch.full_like(groups, 0.5)
     t = (0.5 * groups - 0.5 * bounds[:, :1]) * inverse + u
     codes = torch.where(valid & (t > 0), t, 0.0).clamp(max=2**bits - 1)  # 0 for NaN
-    return bit_codes.pack(codes.to(torch.int64), bits), bounds.to(_bounds_dtype(wide))
+    return bit_codes.pack(codes.to(torch.int64), bits), bounds.bfloat16()
 
 
 def dequantize_reference(
@@ -125,7 +124,7 @@ def _narrow(values: Tensor, dtype: torch.dtype) -> Tensor:
     return values.to(dtype)
 
 
-def bounds_of(groups: Tensor, counts: Tensor, wide: bool) -> Tensor:
+def bounds_of(groups: Tensor, counts: Tensor, *, wide: bool = False) -> Tensor:
     """Return float32 bounds of the counted elements, rounded outwards unless wide: [n, 2]."""
     if groups.shape[0] == 0:
         return groups.new_zeros(0, 2)
@@ -154,10 +153,6 @@ def _steps(bounds: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     return step, torch.where(step == 0, 0.0, 1.0 / step)
 
 
-def _bounds_dtype(wide: bool) -> torch.dtype:
-    return torch.float32 if wide else torch.bfloat16
-
-
 def check(bits: int, group_size: int, dtype: torch.dtype = torch.float32) -> None:
     """Raise for options of `group_quantize` that are out of range."""
     if not 1 <= bits <= 8:
@@ -177,26 +172,26 @@ def _check_payload(codes: Tensor, bounds: Tensor, bits: int, group_size: int, nu
             f"codes are {codes.dtype} {tuple(codes.shape)}; {numel} elements of {bits} bits need "
             f"uint8 {(n_groups, group_size * bits // 8)}"
         )
-    if bounds.shape != (n_groups, 2) or bounds.dtype not in (torch.bfloat16, torch.float32):
+    if bounds.shape != (n_groups, 2) or bounds.dtype != torch.bfloat16:
         raise ValueError(
-            f"bounds are {bounds.dtype} {tuple(bounds.shape)}; {numel} elements need bfloat16 or "
-            f"float32 {(n_groups, 2)}"
+            f"bounds are {bounds.dtype} {tuple(bounds.shape)}; {numel} elements need bfloat16 "
+            f"{(n_groups, 2)}"
         )
 
 
 def _empty(
-    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool
 ) -> tuple[Tensor, Tensor]:
     check(bits, group_size, x.dtype)
     n_groups = (x.numel() + group_size - 1) // group_size
     return (
         x.new_empty(n_groups, group_size * bits // 8, dtype=torch.uint8),
-        x.new_empty(n_groups, 2, dtype=_bounds_dtype(wide)),
+        x.new_empty(n_groups, 2, dtype=torch.bfloat16),
     )
 
 
 def kernel_of(
-    x: Tensor, bits: int, group_size: int, stochastic: bool, wide: bool
+    x: Tensor, bits: int, group_size: int, stochastic: bool
 ) -> tuple[Callable[[Tensor, int], tuple[Tensor, Tensor]], int] | None:
     """Return a specialized `group_quantize` kernel and its payload's bytes, or None.
 
@@ -208,27 +203,27 @@ def kernel_of(
     if chosen == "reference" or not is_plain(x) or _copied(x, chosen, group_size):
         return None
     check(bits, group_size, x.dtype)
-    write, rows, kept = _writer(chosen), _rows(x), _bounds_dtype(wide)
+    write, rows = _writer(chosen), _rows(x)
     n_groups, width = (x.numel() + group_size - 1) // group_size, group_size * bits // 8
 
     # Torch reads sizes faster as arguments than in a tuple.
     def quantize(x: Tensor, seed: int) -> tuple[Tensor, Tensor]:
         codes = x.new_empty(n_groups, width, dtype=torch.uint8)
-        bounds = x.new_empty(n_groups, 2, dtype=kept)
+        bounds = x.new_empty(n_groups, 2, dtype=torch.bfloat16)
         write(x, codes, bounds, bits, group_size, seed, stochastic, *rows)
         return codes, bounds
 
-    return quantize, n_groups * (width + 2 * kept.itemsize)
+    return quantize, n_groups * (width + 4)
 
 
 def _quantize(
-    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool, wide: bool
+    x: Tensor, bits: int, group_size: int, seed: int, stochastic: bool
 ) -> tuple[Tensor, Tensor]:
     chosen = choose(x)
     if chosen == "reference":
         check(bits, group_size, x.dtype)
-        return quantize_reference(x, bits, group_size, seed, stochastic, wide)
-    codes, bounds = _empty(x, bits, group_size, seed, stochastic, wide)
+        return quantize_reference(x, bits, group_size, seed, stochastic)
+    codes, bounds = _empty(x, bits, group_size, seed, stochastic)
     x = readable(x, *_READ[chosen]) if _copied(x, chosen, group_size) else x
     _writer(chosen)(x, codes, bounds, bits, group_size, seed, stochastic, *_rows(x))
     return codes, bounds
@@ -250,10 +245,9 @@ def _rows(x: Tensor) -> tuple[int, int]:
 
 def _run_cpp(name: str, x: Tensor, codes: Tensor, bounds: Tensor, *options: int) -> None:
     """Call a C++ kernel; options: bits, group size, seed, stochastic, columns and stride."""
-    run, pack = cpu.packed(name, "13q")
-    is_bf16, wide = x.dtype == torch.bfloat16, bounds.dtype == torch.float32
-    pointers = x.data_ptr(), is_bf16, x.numel(), codes.data_ptr(), bounds.data_ptr()
-    run(pack(*pointers, wide, *options, torch.get_num_threads()))
+    run, pack = cpu.packed(name, "12q")
+    values = x.data_ptr(), x.dtype == torch.bfloat16, x.numel()
+    run(pack(*values, codes.data_ptr(), bounds.data_ptr(), *options, torch.get_num_threads()))
 
 
 def _empty_values(
@@ -309,7 +303,7 @@ def _widened(numel: int, dtype: torch.dtype) -> int:
 
 
 _quantize_op = register(
-    "group_quantize(Tensor x, int bits, int group_size, int seed, bool stochastic, bool wide)"
+    "group_quantize(Tensor x, int bits, int group_size, int seed, bool stochastic)"
     " -> (Tensor, Tensor)",
     _quantize,
     _empty,

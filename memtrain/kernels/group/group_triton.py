@@ -112,7 +112,6 @@ def encode(
     odd=None,  # whether these are the second groups of the pairs
 ):  # fmt: skip
     LEVELS: tl.constexpr = float(2**BITS - 1)
-    NARROW: tl.constexpr = bounds_ptr.dtype.element_ty == tl.bfloat16
     inside = here & (column < WIDTH)
     lows = tl.full((GROUPS, WIDTH_PAD), float("inf"), tl.float32)
     highs = tl.full((GROUPS, WIDTH_PAD), float("-inf"), tl.float32)
@@ -121,14 +120,14 @@ def encode(
         lows, highs = tl.minimum(lows, finite), tl.maximum(highs, finite)
     low = tl.min(lows, axis=1)[:, None]
     some = low < float("inf")  # a finite element
-    lo = tl.where(some, bound(low, False, NARROW), float("nan"))
-    hi = tl.where(some, bound(tl.max(highs, axis=1)[:, None], True, NARROW), float("nan"))
+    lo = tl.where(some, bound(low, False, True), float("nan"))
+    hi = tl.where(some, bound(tl.max(highs, axis=1)[:, None], True, True), float("nan"))
     step = half_step(lo, hi, LEVELS)
     inverse = tl.where(
         step > 0.0, tl.div_rn(step * 0.0 + 1.0, tl.where(step > 0.0, step, 1.0)), 0.0
     )
-    tl.store(bounds_ptr + group * 2, lo.to(bounds_ptr.dtype.element_ty), mask=here)
-    tl.store(bounds_ptr + group * 2 + 1, hi.to(bounds_ptr.dtype.element_ty), mask=here)
+    tl.store(bounds_ptr + group * 2, lo.to(tl.bfloat16), mask=here)
+    tl.store(bounds_ptr + group * 2 + 1, hi.to(tl.bfloat16), mask=here)
 
     if STOCHASTIC:
         if drawn is None:

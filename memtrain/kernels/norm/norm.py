@@ -19,8 +19,8 @@ MAX_ROW = 16384
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
-Codes = tuple[int, int, int, bool, bool]
-"""Arguments of `group_quantize` for x_hat: bits, group size, seed, stochastic, wide."""
+Codes = tuple[int, int, int, bool]
+"""Arguments of `group_quantize` for x_hat: bits, group size, seed, stochastic."""
 
 
 def fits(x: Tensor, size: int, group_size: int) -> bool:
@@ -44,7 +44,7 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
     *,
     centred: bool = True,
     narrow: bool = False,
-    codes: Codes = (4, 256, 0, True, False),
+    codes: Codes = (4, 256, 0, True),
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Normalise the rows of `x`, and quantise `x_hat` without storing it.
 
@@ -61,7 +61,7 @@ def norm_quantize(  # noqa: PLR0913 (the norm's own, and the quantiser's)
 
     Example:
         >>> x = torch.tensor([[1.0, 3.0, 1, 3, 1, 3, 1, 3]])
-        >>> y, rstd, *_ = norm_quantize(x, 8, eps=0.0, codes=(4, 8, 0, True, False))
+        >>> y, rstd, *_ = norm_quantize(x, 8, eps=0.0, codes=(4, 8, 0, True))
         >>> y.tolist(), rstd.tolist()
         ([[-1.0, 1.0, -1.0, 1.0, -1.0, 1.0, -1.0, 1.0]], [1.0])
     """
@@ -155,7 +155,7 @@ def _parameters_on_cuda(
 
 _norm_op = register(
     "norm_quantize(Tensor x, int size, Tensor? weight, Tensor? bias, float eps, bool centred,"
-    " bool narrow, int bits, int group_size, int seed, bool stochastic, bool wide)"
+    " bool narrow, int bits, int group_size, int seed, bool stochastic)"
     " -> (Tensor, Tensor, Tensor, Tensor)",
     _norm,
     _empty,

@@ -68,7 +68,7 @@ def quantize(x, weight, bias, y, rstd, packed, bounds, size, eps, centred, narro
     rows = rstd.numel()
     if rows == 0:
         return
-    bits, group_size, seed, stochastic, _ = codes
+    bits, group_size, seed, stochastic = codes
     options = _options(size, group_size)
     tiles = triton.cdiv(size // group_size, options["GROUPS"])
     launch(

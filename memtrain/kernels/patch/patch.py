@@ -65,7 +65,7 @@ def quantize_reference(x: Tensor, seed: int, stochastic: bool) -> Tensor:
     patches = _patches(x if x.dtype in cpu.FLOAT_TYPES else x.float())
     n, kind = patches.shape[:-1], _kind(x.dtype)
     values = patches.float().reshape(-1, SIDE * SIDE)
-    bounds = bounds_of(values, values.isfinite(), kind != torch.float32)
+    bounds = bounds_of(values, values.isfinite(), wide=kind != torch.float32)
     level = _levels(bounds, kind)
     u = _uniform(len(values), seed, x.device) if stochastic else torch.full_like(values, 0.5)
     codes = torch.zeros_like(values, dtype=torch.int64)

@@ -141,8 +141,8 @@ def test_the_first_allocation_is_uniform():
 
 
 def test_templates_keep_everything_but_their_bits():
-    auto = Auto(template=Host(inner=Samples(bounds="fp32")))
-    expected = Host(inner=Samples(bits=(5, 1), bounds="fp32"))
+    auto = Auto(template=Host(inner=Samples(group_size=128)))
+    expected = Host(inner=Samples(bits=(5, 1), group_size=128))
     assert auto.with_bits((5, 1)) == expected
     assert auto.per_sample
     assert not GROUP.per_sample

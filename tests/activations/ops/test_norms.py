@@ -125,7 +125,7 @@ def test_the_error_of_a_quantiser_is_what_its_step_predicts(run):
     """To first order d(dx) = -rstd (e mean(g x_hat) + x_hat mean(g e)) for an error e of x_hat:
     bounded by rstd * (max|e| * mean|g x_hat| + |x_hat| * mean|g| max|e|)."""
     mine, plain = run.copies(torch.float32)
-    compressor = Group(bits=8, group_size=8, rounding="nearest", bounds="fp32")
+    compressor = Group(bits=8, group_size=8, rounding="nearest")
     x = (torch.randn(run.shape) * 2 + 30).requires_grad_()
     twin = x.detach().clone().requires_grad_()
     grad = torch.randn(run.shape)
@@ -162,7 +162,7 @@ def test_one_pass_is_the_composition(name, dtype, monkeypatch):
     """Rows of whole groups are normalised and quantised in one pass. Statistics differ by their
     rounding, and x_hat is not rounded to the dtype first: codes may differ by one."""
     plain, ours = ONE_PASS[name]
-    compressor = Group(bits=8, bounds="fp32", rounding="nearest")
+    compressor = Group(bits=8, rounding="nearest")
     module = copy.deepcopy(plain).to(dtype)
     for p in module.parameters():
         nn.init.normal_(p)

@@ -73,7 +73,7 @@ VIEWS = {
 
 
 @pytest.mark.parametrize(
-    "compressor", [Group(bits=2), Group(whole_rows=True), Group(bits=8, bounds="fp32")], ids=repr
+    "compressor", [Group(bits=2), Group(whole_rows=True), Group(bits=8)], ids=repr
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("view", VIEWS)

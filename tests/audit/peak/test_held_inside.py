@@ -80,7 +80,7 @@ cases["lstm, backward"] = A.mkldnn_rnn_layer_backward.default, (
 N = 2**18
 PLAIN, LEVELS = ([-1.0, 0.0, 1.0], "plain"), [0.0, 0.25, 0.5, 1.0]
 BOOK, FORM = ("DE", 4, True), FP8_FORWARD.layout
-CODES = (4, 256, 0, True, False)
+CODES = (4, 256, 0, True)
 
 def own(name, op, *args):
     cases[f"{op}: {name}"] = getattr(M, op).default, args

@@ -22,7 +22,7 @@ from memtrain.kernels.patch import patch
 from memtrain.precision import FP8_FORWARD
 
 N = 2**14
-BOOK, PLAIN, CODES = ("DE", 4, True), ([-1.0, 0.0, 1.0], "plain"), (4, 256, 0, True, False)
+BOOK, PLAIN, CODES = ("DE", 4, True), ([-1.0, 0.0, 1.0], "plain"), (4, 256, 0, True)
 FORM, LEVELS = FP8_FORWARD.layout, [0.0, 0.25, 0.5, 1.0]
 HALVES = (torch.bfloat16, torch.float16)
 DTYPES = (torch.float32, *HALVES, torch.float64)
@@ -49,7 +49,7 @@ for name, lay in LAYOUTS.items():
     for dtype in DTYPES:
         x, case = lay(zeros(dtype)), f"{name}, {dtype}"
         own(case, "group_quantize", group, "_quantize", x, *CODES)
-        rows = 4, 128, 0, True, False
+        rows = 4, 128, 0, True
         own(f"{case}, by rows", "group_quantize", group, "_quantize", x, *rows)
         for size in (128, None):
             at = f"{case}, blocks of {size}"

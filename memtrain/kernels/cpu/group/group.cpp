@@ -12,8 +12,8 @@ namespace memtrain {
 
 struct Quantizer {
   uint8_t* codes;
-  void* bounds;
-  int64_t wide, bits, size, seed, stochastic;
+  uint16_t* bounds;
+  int64_t bits, size, seed, stochastic;
 };
 
 // Groups that are worked on together: what is read again is still in the nearest cache. An even
@@ -45,12 +45,10 @@ constexpr float kLimit = 3.3895313892515355e38f, kTiny = 0x1p-101f;
 
 // To bf16, never into the range of the group: `up` towards +inf, else towards -inf. Adding 0x10000 to
 // the bits enlarges the magnitude of either sign.
-MT_INLINE float outward(float x, bool up, bool wide) {
-  uint32_t b = bits_of(x);
-  if (!wide) {
-    bool enlarge = (b & 0xFFFF) != 0 && ((b >> 31) == 0) == up;
-    x = float_of((b & 0xFFFF0000u) + (enlarge ? 0x10000u : 0u));
-  }
+MT_INLINE float outward(float x, bool up) {
+  const uint32_t b = bits_of(x);
+  const bool enlarge = (b & 0xFFFF) != 0 && ((b >> 31) == 0) == up;
+  x = float_of((b & 0xFFFF0000u) + (enlarge ? 0x10000u : 0u));
   x = x > kLimit ? kLimit : (x < -kLimit ? -kLimit : x);
   return x + 0.0f;  // -0 becomes 0: which zero a minimum finds depends on the order
 }
@@ -64,7 +62,7 @@ struct Bounds {
 };
 
 // The bounds of finite numbers where not all are: rare, so one by one.
-static Bounds finite_bounds(const float* x, int64_t n, bool wide) {
+static Bounds finite_bounds(const float* x, int64_t n) {
   float lo = INFINITY, hi = -INFINITY;
   for (int64_t i = 0; i < n; ++i) {
     if (!std::isfinite(x[i])) continue;
@@ -72,26 +70,7 @@ static Bounds finite_bounds(const float* x, int64_t n, bool wide) {
     hi = x[i] > hi ? x[i] : hi;
   }
   if (lo > hi) return {float_of(0x7FC00000), float_of(0x7FC00000)};
-  return {outward(lo, false, wide), outward(hi, true, wide)};
-}
-
-static void store_bounds(const Quantizer& to, int64_t g, Bounds b) {
-  if (to.wide) {
-    float* at = static_cast<float*>(to.bounds) + 2 * g;
-    at[0] = b.lo, at[1] = b.hi;
-  } else {
-    uint16_t* at = static_cast<uint16_t*>(to.bounds) + 2 * g;
-    at[0] = bits_of(b.lo) >> 16, at[1] = bits_of(b.hi) >> 16;
-  }
-}
-
-static Bounds load_bounds(const Quantizer& from, int64_t g) {
-  if (from.wide) {
-    const float* at = static_cast<const float*>(from.bounds) + 2 * g;
-    return {at[0], at[1]};
-  }
-  const uint16_t* at = static_cast<const uint16_t*>(from.bounds) + 2 * g;
-  return {from_bfloat(at[0]), from_bfloat(at[1])};
+  return {outward(lo, false), outward(hi, true)};
 }
 
 // A tensor of float or bf16, and its codes; the order is that of `_run_cpp` in group.py.
@@ -172,7 +151,7 @@ inline void read(const Job& job, int64_t first, int64_t count, float* to) {
 }
 
 // Of `n` numbers.
-MT_HELPER Bounds bounds_of(const float* x, int64_t n, bool wide) {
+MT_HELPER Bounds bounds_of(const float* x, int64_t n) {
   float lo = x[0], hi = x[0];
   int32_t top = 0;
   const int64_t whole = n / 16 * 16;
@@ -189,8 +168,8 @@ MT_HELPER Bounds bounds_of(const float* x, int64_t n, bool wide) {
     const int32_t m = static_cast<int32_t>(bits_of(x[i]) & 0x7FFFFFFF);
     lo = x[i] < lo ? x[i] : lo, hi = x[i] > hi ? x[i] : hi, top = m > top ? m : top;
   }
-  if (top >= 0x7F800000) return finite_bounds(x, n, wide);  // an Inf or a NaN
-  return {outward(lo, false, wide), outward(hi, true, wide)};
+  if (top >= 0x7F800000) return finite_bounds(x, n);  // an Inf or a NaN
+  return {outward(lo, false), outward(hi, true)};
 }
 
 // A group's codes; `words` are its draws, whose bits the second group of a pair turns by 8.
@@ -222,8 +201,8 @@ inline void quantize_groups_of(const float* x, int64_t first, int64_t count, con
                                Scratch& scratch, int64_t left) {
   const int64_t size = to.size, width = size / 8, bytes = width * kBits;
   for (int64_t g = first; g < first + count; ++g, x += size, left -= size) {
-    const Bounds b = bounds_of(x, std::min(left, size), to.wide != 0);
-    store_bounds(to, g, b);
+    const Bounds b = bounds_of(x, std::min(left, size));
+    to.bounds[2 * g] = bits_of(b.lo) >> 16, to.bounds[2 * g + 1] = bits_of(b.hi) >> 16;
     const float step = b.half_step(kBits), inverse = step > 0.0f ? 1.0f / step : 0.0f;
     uint8_t* out = to.codes + g * bytes;
     uint8_t* made = width < 16 ? scratch.bytes() : out;
@@ -273,7 +252,8 @@ inline void dequantize_groups_of(const Job& job, int64_t begin, int64_t end, Scr
   const int64_t size = job.codes.size, width = size / 8, bytes = width * kBits;
   T* room = reinterpret_cast<T*>(scratch.numbers());
   for (int64_t g = begin; g < end; ++g) {
-    const Bounds b = load_bounds(job.codes, g);
+    const uint16_t* ends = job.codes.bounds + 2 * g;
+    const Bounds b{from_bfloat(ends[0]), from_bfloat(ends[1])};
     const int64_t n = std::min(size, job.n - g * size);
     const uint8_t* in = job.codes.codes + g * bytes;
     T* out = static_cast<T*>(job.x) + g * size;
