@@ -270,11 +270,12 @@ def inlined_call(
     return module
 
 
-def run_without_modes(graph: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a compiled graph that calls no torch function mode: its saves are handled."""
+def run_without_modes(graph: Callable[..., Any], before: Callable[[], None]) -> Callable[..., Any]:
+    """Return a compiled graph that calls a function, and no torch function mode."""
 
     @wraps(graph)
     def run(*args: Any) -> Any:
+        before()
         with _DisableTorchFunction():
             return graph(*args)
 

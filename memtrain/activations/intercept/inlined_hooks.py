@@ -6,7 +6,6 @@ from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
-import torch
 from torch import Tensor, fx, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,6 +19,9 @@ from memtrain.activations.saved.origin import unsupported
 from memtrain.activations.saved.saved_tensors import SavedTensors
 from memtrain.activations.saved.site import Record
 
+_Graphs = list[tuple[str, list[Record], dict[int, int]]]
+"""Of each graph of a frame: the path of the module that it was compiled for, its records, and the
+numbers of storages in the records -> which of the module's inputs they are."""
 _Tensors = list[tuple[weakref.ref[Tensor], StorageWeakRef]]
 _LEAVES = {Tensor, type(None), bool, int, float}
 
@@ -59,14 +61,16 @@ class CompiledGraphs:
 
     def _clear(self) -> None:
         self._modules: tuple[fx.GraphModule, fx.GraphModule] | None = None
-        self._open: list[GraphSaves] = []
+        self._open: list[GraphSaves] = []  # of the graph that is being compiled
+        self._compiled: list[_Graphs] = []  # in this forward
+        self._runs: list[tuple[_Graphs, str]] = []  # of this forward, with the running module
         # Of the forward's modules that are compiled by themselves: the tensors that each is given.
         self._inputs: dict[str, _Tensors] = {}
         # What the user gave the forward, and keeps alive; None where none began outside of Dynamo.
         self._model_inputs: _Tensors | None = None
 
     def __getstate__(self) -> dict[str, object]:
-        runtime = ("_modules", "_open", "_inputs", "_model_inputs")
+        runtime = ("_modules", "_open", "_compiled", "_runs", "_inputs", "_model_inputs")
         return {name: value for name, value in vars(self).items() if name not in runtime}
 
     def __setstate__(self, state: dict[str, object]) -> None:
@@ -79,17 +83,17 @@ class CompiledGraphs:
 
     def end(self) -> list[Record]:
         """End the forward; return the records of the graphs that were compiled in it."""
-        graphs, self._open = self._open, []
+        compiled, self._compiled = self._compiled, []
+        runs, self._runs = self._runs, []
         inputs, self._inputs = self._inputs, {}
         model_inputs, self._model_inputs = self._model_inputs or [], None
         if inputs and not self.compiled:
             self.why = self.why or EQUAL
-        if not graphs:
+        if not compiled:
             return []
         storages = {path: [storage.cdata for _, storage in xs] for path, xs in inputs.items()}
-        return records_of(
-            graphs, self.model(), storages, {storage.cdata for _, storage in model_inputs}
-        )
+        new = [(graphs, path) for graphs, path in runs if any(graphs is one for one in compiled)]
+        return records_of(new, storages, {storage.cdata for _, storage in model_inputs})
 
     def _hooks(self) -> tuple[fx.GraphModule, fx.GraphModule]:
         if self._modules is None:  # one pair for good
@@ -135,9 +139,20 @@ class CompiledGraphs:
                     graph = compiler(*args, **kwargs)
             finally:
                 internals.configure(before)
-                if not inside and (records := self.end()):
-                    self.on_graphs(records)
-            return internals.run_without_modes(graph)
+                compiled, self._open = self._open, []
+            graphs = [(one.sites.root, one.records, one.positions) for one in compiled]
+            if inside:
+                self._compiled.append(graphs)
+            elif records := records_of([(graphs, "")], {}, ()):
+                self.on_graphs(records)
+            owner = weakref.ref(self)  # torch keeps the graph for longer
+
+            def runs() -> None:
+                one = owner()
+                if one is not None and one._model_inputs is not None:
+                    one._runs.append((graphs, one.root))
+
+            return internals.run_without_modes(graph, runs)
 
         vars(inner)["_memtrain"] = True
         return inner
@@ -193,61 +208,30 @@ def _is_sharded(module: nn.Module) -> bool:
 
 
 def records_of(
-    graphs: Sequence[GraphSaves],
-    model: nn.Module,
+    runs: Sequence[tuple[_Graphs, str]],
     inputs_by_path: Mapping[str, Sequence[int]],
     model_inputs: Container[int],
 ) -> list[Record]:
-    """Return the records of the graphs of one forward, also where modules share a graph.
+    """Return the records of the graphs that one forward has run, each with the running module.
 
-    Graphs are in the order in which they were compiled. `inputs_by_path` maps the path of a called,
-    compiled module to the storages of its inputs. The user keeps the storages in `model_inputs`
-    alive.
+    `inputs_by_path` maps the path of a called, compiled module to the storages of its inputs. The
+    user keeps the storages in `model_inputs` alive.
     """
     found: list[Record] = []
     counted: dict[int, tuple[int, bool]] = {}  # a given storage -> its number, is it kept
-    for graph in graphs:
-        for path in [graph.sites.root, *_siblings(graph.sites.root, graphs, model, inputs_by_path)]:
-            offset = 1 + max((record.storage for record in found), default=0)
-            inputs = inputs_by_path.get(path, [])
-            for record in graph.records:
-                position = graph.positions.get(record.storage, len(inputs))
-                moved = _moved(record, graph.sites.root, path, offset)
-                if (
-                    position < len(inputs)
-                    and inputs[position] in model_inputs
-                    and record.planned == record.nbytes
-                ):
+    for root, records, positions, path in ((*one, path) for graphs, path in runs for one in graphs):
+        offset = 1 + max((record.storage for record in found), default=0)
+        inputs = inputs_by_path.get(path, [])
+        for record in records:
+            moved = _moved(record, root, path, offset)
+            position = positions.get(record.storage, len(inputs))
+            if position < len(inputs):
+                kept = record.planned == record.nbytes
+                if kept and inputs[position] in model_inputs:
                     moved = moved._replace(nbytes=0, planned=0, reason=MODEL_INPUT)
-                elif position < len(inputs):
+                else:
                     moved = _once(moved, inputs[position], counted)
-                found.append(moved)
-    return found
-
-
-def _siblings(
-    root: str, graphs: Sequence[GraphSaves], model: nn.Module, compiled: Container[str]
-) -> list[str]:
-    """Return the paths of compiled modules that run the graphs of an equal module.
-
-    Of several that have graphs (the first block's input needs no gradient) it is the last one
-    before them.
-    """
-    modules = dict(model.named_modules())
-    if not root or root not in compiled or root not in modules:  # of a model that is gone
-        return []
-    original, roots = modules[root], {graph.sites.root for graph in graphs}
-    equal = [
-        name
-        for name, module in modules.items()
-        if name and name in compiled and _equal(module, original)
-    ]
-    found: list[str] = []
-    latest = next(name for name in equal if name in roots)
-    for name in equal:
-        latest = name if name in roots else latest
-        if latest == root != name:
-            found.append(name)
+            found.append(moved)
     return found
 
 
@@ -275,11 +259,3 @@ def _once(record: Record, storage: int, counted: dict[int, tuple[int, bool]]) ->
     counted[storage] = number, alive or (kept and record.nbytes > 0)
     planned = 0 if kept and alive else record.planned
     return record._replace(nbytes=0, planned=planned, storage=number)
-
-
-def _equal(one: nn.Module, other: nn.Module) -> bool:
-    return type(one) is type(other) and _shapes(one) == _shapes(other)
-
-
-def _shapes(module: nn.Module) -> list[tuple[str, torch.Size]]:
-    return [(name, p.shape) for name, p in module.named_parameters()]
