@@ -1,7 +1,7 @@
 """Forwards under fake tensors: the tensors that one would save, without its data or memory."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from memtrain.activations.trace.compiled_parts import compile_parts, compiled_pa
 from memtrain.activations.trace.fake_copies import fake_copies
 from memtrain.activations.trace.fake_results import RealResults, known_to_fake_tensors
 from memtrain.kernels.dispatch import simulating
-from memtrain.optim.wrappers import dtypes
+from memtrain.optim.wrappers.dtypes import cast_inputs, hook, restore_outputs
 
 
 def trace(  # noqa: PLR0913 (each has a default that serves)
@@ -72,7 +72,9 @@ def trace(  # noqa: PLR0913 (each has a default that serves)
             interception.graphs.settings = PLAIN
         args, kwargs = call_arguments(fake)
         watch = nullcontext() if observe is None else observe(copy)
-        with interception.alone(), _inputs_cast(copy, next(iter(named.values()), None)), watch:
+        with interception.alone(), watch:
+            for low in {*named.values()}:
+                hook(copy, low)  # the model's inputs, as converted weights need
             compile_parts(copy, parts)
             copy(*args, **kwargs)
     return records
@@ -90,19 +92,5 @@ def _refuse_sharded(model: nn.Module) -> None:
         )
 
 
-@contextmanager
-def _inputs_cast(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
-    """Cast the model's float32 inputs in its forward, as its converted weights need."""
-    if dtype is None:
-        yield
-        return
-    handles = dtypes.hook(model, dtype)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-run_untraced(dtypes.cast_inputs, dtypes.restore_outputs)
+run_untraced(cast_inputs, restore_outputs)
 known_to_fake_tensors()
