@@ -6,7 +6,7 @@ and a mark in `compressors/derivative.py`. Their public counterparts import Dyna
 
 import sys
 from collections.abc import Callable, Collection, Sequence
-from functools import cache, wraps
+from functools import wraps
 from operator import attrgetter
 from typing import Any, TypeVar, cast
 
@@ -46,18 +46,6 @@ COMPRESSING: Settings = {
 """While our graphs are compiled."""
 PLAIN: Settings = {_AOT: {"saved_tensors_hooks_filtering_mode": "no_static"}}
 """The same where graphs are to save what they do without us, to see what that is."""
-
-
-@cache
-def is_supported() -> bool:
-    """Return whether this version of torch has the internals that are used here."""
-    try:
-        from torch._functorch import config
-        from torch._functorch._aot_autograd import graph_compile
-    except ImportError:
-        return False
-    inside = hasattr(graph_compile, "_get_saved_tensor_hook_context")
-    return inside and hasattr(config, "saved_tensors_hooks_filtering_mode")
 
 
 def configure(settings: Settings) -> Settings:
@@ -200,12 +188,19 @@ def run_by_tracer(function: _F) -> _F:
 
 
 def frame_compiler() -> Callable[..., Any] | None:
-    """Return the compiler of the frame that is being traced; None if it is unknown."""
+    """Return the compiler of the frame that is being traced.
+
+    Returns None where this version of torch lacks an internal that is used here.
+    """
     try:
         from torch._dynamo.symbolic_convert import InstructionTranslator
+        from torch._functorch import config
+        from torch._functorch._aot_autograd import graph_compile
 
         output = InstructionTranslator.current_tx().output
-        return output.compiler_fn if hasattr(output, _INSTALL) else None
+        is_known = hasattr(output, _INSTALL) and hasattr(graph_compile, _CONTEXT)
+        is_known = is_known and all(hasattr(config, name) for name in PLAIN[_AOT])
+        return output.compiler_fn if is_known else None
     except (AttributeError, ImportError):
         return None
 
@@ -240,6 +235,7 @@ def guard_frame(ask: Callable[[], bool]) -> None:
 
 
 _INSTALL = "maybe_install_saved_tensors_hooks_subgraphs"
+_CONTEXT = "_get_saved_tensor_hook_context"
 
 
 # -- AOTAutograd: the graphs that hooks are inlined into -----------------------------------------

@@ -117,7 +117,7 @@ class CompiledGraphs:
         if hasattr(compiler, "_memtrain"):
             return
         free = is_free()
-        if compiler is None or not internals.is_supported():
+        if compiler is None:
             self.why = UNSUPPORTED if free else self.why
             return
         internals.guard_frame(is_free)

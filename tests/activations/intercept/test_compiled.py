@@ -2,7 +2,6 @@
 
 import copy
 import operator
-import sys
 import warnings
 from itertools import combinations
 
@@ -352,13 +351,7 @@ def test_a_compressor_that_cannot_be_traced_is_reported(monkeypatch):
 
 
 def test_another_torch_with_other_internals_is_reported(monkeypatch):
-    monkeypatch.setattr(compiler_internals, "is_supported", lambda: False)
+    monkeypatch.setattr(compiler_internals, "_CONTEXT", "of another torch")
     model, optimizer = wrapped(Model())
     text = reported(a_step(model, optimizer, tokens()))
     assert "whose graphs this version of torch keeps to itself" in text
-
-
-def test_what_torch_has_of_it_in_private():
-    """Fails on a torch whose inside has changed: `compiler_internals` is then to be looked at."""
-    assert compiler_internals.is_supported()
-    assert "torch._dynamo" in sys.modules
