@@ -115,13 +115,6 @@ if self.with_scale:
 return normed_output.type_as(x)"""
     + _POWER: "cast_last",
     """\
-if x.size(-1) != self.dim_norm:
-    raise AssertionError('hidden_states.size(-1) != self.dim_norm')
-old_dtype = x.dtype
-variance = x.to(torch.float32).pow(2).mean(dim=-1, keepdim=True)
-x = (x * torch.rsqrt(variance + self.eps)).to(old_dtype) * self.weight
-return x""": "llama",
-    """\
 variance = x.to(torch.float32).pow(2).mean(-1, keepdim=True)
 x = x * torch.rsqrt(variance + self.eps)
 if self.weight.dtype in [torch.float16, torch.bfloat16]:
