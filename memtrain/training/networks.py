@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from memtrain.activations.intercept.recompute import blocks_of
 from memtrain.training.batches import IGNORED
 from memtrain.training.pretrained import Pretrained, py
 from memtrain.training.settings import build_named, in_range
@@ -151,3 +152,24 @@ def described(spec: Mapping[str, Any]) -> Pretrained | None:
     """Return a transformers model before it is built; None for another model."""
     found = build_named("model", spec, MODELS) if spec.get("name") == "hf" else None
     return found if isinstance(found, Pretrained) else None
+
+
+def compile_in_place(model: nn.Module, how: str, *, dynamic: bool | None = None) -> None:
+    """Compile a model in place, whole or each of its repeated blocks (`COMPILE`).
+
+    Example:
+        >>> compile_in_place(nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "blocks")
+        Traceback (most recent call last):
+        ...
+        ValueError: compile=blocks: Sequential repeats no blocks; allowed: true, false
+    """
+    if how == "true":
+        model.compile(dynamic=dynamic)
+    if how != "blocks":
+        return
+    paths = blocks_of(model)
+    if not paths:
+        name = type(model).__name__
+        raise ValueError(f"compile=blocks: {name} repeats no blocks; allowed: true, false")
+    for path in paths:
+        model.get_submodule(path).compile(dynamic=dynamic)

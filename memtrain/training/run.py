@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from memtrain import api
 from memtrain.activations.adaptive.gact import GactAdapter
-from memtrain.activations.trace.compiled_parts import compile_in_place
 from memtrain.audit.allocations import Allocations
 from memtrain.audit.live_storages import LiveStorages, storage_nbytes
 from memtrain.audit.live_tensors import gradient_tensors, state_tensors, weight_tensors
@@ -27,7 +26,7 @@ from memtrain.kernels.random.generators import random_state, set_random_state
 from memtrain.planner import Fit
 from memtrain.training import forecast
 from memtrain.training.batches import Batch, count_targets, count_tokens, loss_of, to_device
-from memtrain.training.networks import build_model
+from memtrain.training.networks import build_model, compile_in_place
 from memtrain.training.recipe import build_optimizer, learning_rate
 from memtrain.training.rows import Rows
 from memtrain.training.settings import TrainConfig

@@ -11,12 +11,13 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from memtrain import configs
-from memtrain.activations.trace.compiled_parts import COMPILE
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
 from memtrain.planner import Goal
 
 RUNS = ("plain", "wrapped")
+COMPILE = ("false", "true", "blocks")
+"""Values of the key `compile`: the model is as it is, is compiled whole, or block by block."""
 DEVICES = ("auto", "cpu", "cuda")
 WITH_PATH = {"model": ("hf", "py"), "data": ("text", "py")}
 """Options of config groups that take a path: `model=hf:<path>`."""

@@ -17,14 +17,10 @@ from memtrain.activations.intercept.compiler_internals import (
 )
 from memtrain.activations.intercept.graph_nodes import source_name
 from memtrain.activations.intercept.graph_sites import path_names
-from memtrain.activations.intercept.recompute import blocks_of
 
 INDUCTOR = "inductor"
 OP_BY_OP = ("aot_eager", "aot_eager_decomp_partition")
 """Backends that run the ops of their graphs one by one."""
-COMPILE = ("false", "true", "blocks")
-"""Values of the key `compile`: the model is as it is, is compiled whole, or block by block."""
-
 _numbers = count(1)
 _running: list[str] = []  # the module, as graphs name it, and the op of the node that runs now
 
@@ -46,27 +42,6 @@ def compiled_parts(model: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
         elif compiled_call(module):
             found.setdefault(name, _backend_of(module))
     return model, found
-
-
-def compile_in_place(model: nn.Module, how: str, *, dynamic: bool | None = None) -> None:
-    """Compile a model in place, whole or each of its repeated blocks (`COMPILE`).
-
-    Example:
-        >>> model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
-        >>> compile_in_place(model, "true")
-        >>> list(compiled_parts(model)[1])
-        ['']
-    """
-    if how == "true":
-        model.compile(dynamic=dynamic)
-    if how != "blocks":
-        return
-    paths = blocks_of(model)
-    if not paths:
-        name = type(model).__name__
-        raise ValueError(f"compile=blocks: {name} repeats no blocks; allowed: true, false")
-    for path in paths:
-        model.get_submodule(path).compile(dynamic=dynamic)
 
 
 def compile_parts(model: nn.Module, parts: Mapping[str, Any]) -> None:

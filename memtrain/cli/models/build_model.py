@@ -15,7 +15,6 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from memtrain.activations.trace.compiled_parts import compile_in_place
 from memtrain.cli.models.named_models import NAMED_MODELS, TASKS, NamedModel
 from memtrain.cli.models.request import DTYPES, OPTIMIZERS, Request
 from memtrain.config.errors import nearest
@@ -26,6 +25,7 @@ from memtrain.config.transformers_configs import (
     tasks_of,
 )
 from memtrain.config.user_functions import user_function
+from memtrain.training.networks import compile_in_place
 
 Built = tuple[nn.Module, Optimizer, Any]
 """A model, its optimizer, and what the model is called with."""
