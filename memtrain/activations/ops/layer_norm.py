@@ -78,6 +78,8 @@ def rms_norm(
         raise ValueError(f"variant={variant!r}; allowed: {', '.join(VARIANTS)}")
     if weight is None and variant != "torch":
         raise ValueError(f"weight=None; allowed with variant='torch' only, not with {variant!r}")
+    if variant == "gemma" and weight is not None:
+        variant, weight = "cast_last", 1.0 + weight.float()
     size = list(shape)
     if variant == "torch":
         x, weight = as_autocast(lambda t: torch.rms_norm(t, size), (0, *size), x, weight)
@@ -90,9 +92,8 @@ VARIANTS = ("torch", "llama", "cast_last", "gemma", "t5")
 
 def _value(variant: str, x_hat: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the value of a form that a model writes out; x has this `dtype`."""
-    if variant in ("cast_last", "gemma"):
-        wide = weight.float()
-        return (x_hat * (1.0 + wide if variant == "gemma" else wide)).to(dtype)
+    if variant == "cast_last":
+        return (x_hat * weight.float()).to(dtype)
     narrow = dtype
     if variant == "t5":
         half = weight.dtype in (torch.float16, torch.bfloat16)
@@ -171,16 +172,14 @@ def _rms_norm_forward(  # noqa: PLR0913 (the norm's own, and the site's)
     double = variant == "torch" and x.dtype == torch.float64
     arithmetic = torch.float64 if double else torch.float32
     added = torch.finfo(arithmetic).eps if eps is None else eps
-    ctx.dims, ctx.plus = list(range(-len(shape), 0)), 1.0 if variant == "gemma" else 0.0
+    ctx.dims = list(range(-len(shape), 0))
     codes = compressor.group_codes(key)
     # One pass gives a value of the dtype of x.
-    same = weight is None or variant in ("cast_last", "gemma") or weight.dtype == x.dtype
+    same = weight is None or variant == "cast_last" or weight.dtype == x.dtype
     if codes is not None and same:
         ctx.output = partial(_rms_norm_output, variant, x.dtype, x.dtype)
-        scale = None if weight is None or not ctx.plus else ctx.plus + weight.float()
-        how: dict[str, Any] = {"scale": scale, "narrow": variant in ("llama", "t5")}
-        site = (added, compressor, codes)
-        y = _fused(ctx, x, shape, weight, None, *site, centred=False, **how)
+        narrow, site = variant in ("llama", "t5"), (added, compressor, codes)
+        y = _fused(ctx, x, shape, weight, None, *site, centred=False, narrow=narrow)
         if y is not None:
             return y
     wide = x.to(arithmetic)
@@ -203,7 +202,7 @@ def _rms_norm_backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     if weight is not None and ctx.needs_input_grad[1]:
         dw = (grad * x_hat).sum_to_size(weight.shape).to(weight.dtype)
     if ctx.needs_input_grad[0]:
-        g = grad if weight is None else grad * (_wide(weight) + ctx.plus)
+        g = grad if weight is None else grad * _wide(weight)
         projection = (g * x_hat).mean(ctx.dims, keepdim=True)
         dx = torch.addcmul(g, x_hat, projection, value=-1).mul_(rstd).to(dtype)
     return dx, dw
@@ -242,24 +241,22 @@ def _fused(  # noqa: PLR0913 (the norm's own, and the site's)
     codes: Codes,
     *,
     centred: bool,
-    scale: Tensor | None = None,
     narrow: bool = False,
 ) -> Tensor | None:
     """The norm's value, its payload saved by `ctx`; None where the norm runs in several passes.
 
     One pass serves groups that lie within a row, of a contiguous float32 or 16-bit tensor
     (`norm.fits`). The value then is torch's up to its rounding: sums are added in another order.
-    A norm that is not `centred` is an RMS norm, which may multiply x_hat by a `scale` in place of
-    its weight, and make it `narrow` first: round it to the dtype of `x`.
+    A norm that is not `centred` is an RMS norm, which may make x_hat `narrow` before it multiplies
+    by the weight: round it to the dtype of `x`.
     """
     size = math.prod(shape)
     if not norm.fits(x, size, codes[1]):
         return None
     if not all(_usual(x, shape, p) for p in (weight, bias)):
         return None  # torch's to refuse
-    by = weight if scale is None else scale
     y, rstd, *payload = norm.norm_quantize(
-        x.detach(), size, by, bias, eps, centred=centred, narrow=narrow, codes=codes
+        x.detach(), size, weight, bias, eps, centred=centred, narrow=narrow, codes=codes
     )
     packed = Packed(
         dict(zip(("codes", "bounds"), payload, strict=True)), torch.Size([x.numel()]), x.dtype
