@@ -12,14 +12,14 @@ from memtrain.activations.ops.layer_norm import layer_norm, rms_norm
 from memtrain.activations.ops.method_sources import body_of, defined
 from memtrain.compressors import Compressor, Key
 
+_RUNNING = ("input", "running_mean", "running_var", "weight", "bias")
 # The function, and the arguments that it may be given by position.
 _NORMS: dict[str, tuple[Callable[..., Tensor], tuple[str, ...]]] = {
     "layer_norm": (layer_norm, ("input", "normalized_shape", "weight", "bias", "eps")),
     "group_norm": (group_norm, ("input", "num_groups", "weight", "bias", "eps")),
     "rms_norm": (rms_norm, ("input", "normalized_shape", "weight", "eps")),
-    # Of torch.nn.functional's: torch's own functions of these names order them differently.
-    "batch_norm": (batch_norm, ("input", "running_mean", "running_var")),
-    "instance_norm": (instance_norm, ("input",)),
+    "batch_norm": (batch_norm, (*_RUNNING, "training", "momentum", "eps")),
+    "instance_norm": (instance_norm, (*_RUNNING, "use_input_stats", "momentum", "eps")),
 }
 NAMES = tuple(_NORMS)
 FEW = 19
@@ -56,8 +56,7 @@ def _call(norm: str, x: Tensor, *args: Any, op: str = "", **options: Any) -> Cal
 def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call | None:
     """Return a call of a norm that takes the statistics of its input; None for another op.
 
-    Evaluation with running statistics is left to hooks: it is a product with constants. So are
-    `torch.batch_norm` and `torch.instance_norm` called directly, in their own order of arguments.
+    Evaluation with running statistics is left to hooks: it is a product with constants.
     """
     names = _NORMS[name][1]
     values = dict(zip(names, args, strict=False)) | dict(kwargs)
@@ -72,9 +71,10 @@ def recognise(name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call
         groups = values["num_groups"]
         few = groups < 1 or x[0].numel() <= FEW * groups
         return None if few else _call(name, x, groups, **options)
-    uses_batch = values.get("training" if name == "batch_norm" else "use_input_stats", False)
-    samples = x.numel() // x.shape[1] if name == "batch_norm" else x[0, 0].numel()
-    if len(args) > len(names) or "cudnn_enabled" in values or not uses_batch or samples < 2:
+    of_batch = name == "batch_norm"
+    uses_batch = values.get("training", False) if of_batch else values.get("use_input_stats", True)
+    samples = x.numel() // x.shape[1] if of_batch else x[0, 0].numel()
+    if len(args) > len(names) or not uses_batch or samples < 2:
         return None
     if options.get("eps", 1.0) <= 0:  # which torch refuses
         return None
