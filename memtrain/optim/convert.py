@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from memtrain.optim.fused.adam import Adam4bit, Adam8bit, AdamW4bit, AdamW8bit
-from memtrain.optim.fused.fused import REFUSED, FusedStates
+from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.lion import Lion4bit, Lion8bit
 from memtrain.optim.fused.payloads import counter_dtype, moment_dtype
 from memtrain.optim.fused.sgd import SGD4bit, SGD8bit
@@ -41,8 +41,8 @@ def compress(
     Args:
         optimizer: A torch optimizer.
         choose: `(parameter, state name) -> compressor`, `Identity()` to keep a state exact. By
-            default those of `AdamW4bit`, `SGD4bit` and `Lion4bit`, B128/DE and Rank-1/Linear for
-            others, and `Identity` for an optimizer that memtrain does not know.
+            default B128/DE (Lion: B128/Power-1.5) and Rank-1/Linear, and `Identity` for an
+            optimizer that memtrain does not know.
         min_elements: Parameters with at most this many elements keep exact states.
 
     Returns:
@@ -63,7 +63,7 @@ def compress(
             f"choose={choose!r}; allowed: a function of a parameter and a state's name; "
             "memtrain.wrap(model, optimizer, cfg) takes presets"
         )
-    choose = choose or first_choice(optimizer)
+    choose = choose or default_choice(optimizer)
     kind = becomes_fused(optimizer, choose, min_elements)
     if kind is None:
         return CompressedOptimizer(optimizer, choose, min_elements=min_elements)
@@ -77,20 +77,12 @@ def compress(
     return new
 
 
-def first_choice(optimizer: Optimizer) -> layout.Choose:
-    """Return the default `choose` of `compress`: that of the fused class with 4 bits, if any."""
-    four = FUSED.get((type(optimizer), 4))
-    if four is None:
-        return default_choice(optimizer)
-    return layout.Choice(first=four.first_default, second=four.second_default)
-
-
 def becomes_fused(
     optimizer: Optimizer, choose: layout.Choose, min_elements: int
 ) -> type[FusedStates] | None:
     """Return the fused class that `compress` makes of this optimizer, or None."""
     four = FUSED.get((type(optimizer), 4))
-    if four is None or any(g.get(name) for g in optimizer.param_groups for name in REFUSED):
+    if four is None or any(g.get("amsgrad") for g in optimizer.param_groups):
         return None
     widths = set()
     for param, _, _ in on_each(optimizer.param_groups):

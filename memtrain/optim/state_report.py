@@ -9,12 +9,13 @@ from torch.utils._pytree import tree_leaves
 
 from memtrain.compressors.base import Keep
 from memtrain.compressors.identity import Identity
-from memtrain.optim.convert import becomes_fused, first_choice
+from memtrain.optim.convert import becomes_fused
 from memtrain.optim.fused.fused import FusedStates
 from memtrain.optim.fused.payloads import moment_dtype
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import CompressedStates, on_each
 from memtrain.optim.states.first_step import first_states
+from memtrain.optim.states.known_optimizers import default_choice
 from memtrain.optim.states.optimizer_hooks import innermost
 from memtrain.optim.states.shards import local
 
@@ -78,7 +79,7 @@ def predict(
         >>> [row.state for row in predict(torch.optim.SGD([weight], lr=1.0, momentum=0.9))]
         ['momentum_buffer']
     """
-    choose = choose or first_choice(optimizer)
+    choose = choose or default_choice(optimizer)
     kind = becomes_fused(optimizer, choose, min_elements)
     return _rows(optimizer, choose, min_elements, kind)
 

@@ -45,12 +45,6 @@ from memtrain.optim.states.targets import (
 )
 
 Fused = TypeVar("Fused", bound="FusedStates")
-REFUSED = {
-    "amsgrad": (
-        "its running maximum has no fused kernel; allowed: CompressedOptimizer around torch's"
-    ),
-}
-
 _TITLES = {
     "lr": "learning rate",
     "eps": "epsilon value",
@@ -122,9 +116,11 @@ class FusedStates(CompressedStates):
     def check(self, group: dict[str, Any]) -> None:
         """Raise `ValueError` for options that are out of range or not supported."""
         super().check(group)
-        for name, why in REFUSED.items():
-            if group.get(name):
-                raise ValueError(f"{type(self).__name__} has no {name}: {why}")
+        if group.get("amsgrad"):
+            raise ValueError(
+                f"{type(self).__name__} has no amsgrad: its running maximum has no fused kernel; "
+                "allowed: CompressedOptimizer around torch's"
+            )
         check_numbers(group, self.defaults)
 
     @classmethod

@@ -43,6 +43,8 @@ class Lion(Optimizer):
     """
 
     separable = True
+    first_default = "B128/Power-1.5"
+    """The compressor of a compressed momentum, unless one is chosen."""
 
     def __init__(
         self,
@@ -120,7 +122,7 @@ class Lion4bit(FusedStates):
     update_rule = "lion"
     plain = Lion
     names = ("exp_avg",)
-    first_default = "B128/Power-1.5"
+    first_default = Lion.first_default
 
     def __init__(
         self,

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import LBFGS, SGD, Optimizer
 
+from memtrain.compressors.base import Compressor
 from memtrain.kernels.dispatch import is_for_cuda, is_simulated
 from memtrain.optim.states import layout
 from memtrain.optim.states.compressed_states import (
@@ -86,7 +87,9 @@ class CompressedOptimizer(CompressedStates):
         self.min_elements = min_elements
         for group in optimizer.param_groups:
             self._refuse_fused_only(optimizer, group)
-        super().__init__([{"params": g["params"]} for g in optimizer.param_groups], {})
+        self.state, self.defaults = defaultdict(dict), {}
+        self.param_groups = optimizer.param_groups
+        super().__setstate__({})  # torch's `__init__`, which would add the groups again, is not run
         params = [p for p, _, _ in on_each(optimizer.param_groups)]
         # In the groups' order: compressing a part of a state is collective.
         moved = {p: self._packed(p, optimizer.state[p]) for p in params if p in optimizer.state}
@@ -97,26 +100,25 @@ class CompressedOptimizer(CompressedStates):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group with the inner optimizer's checks and defaults."""
-        if self.original is None:  # inside __init__
-            super().add_param_group(param_group)
-            return
+        inner = _inner(self)
         if not isinstance(param_group["params"], Tensor | set):  # as torch, before it is read twice
             param_group["params"] = list(param_group["params"])
         self.check({**self.defaults, **param_group})
-        self._refuse_fused_only(self.original, {**self.defaults, **param_group})
-        self.original.add_param_group(param_group)
-        for param in self.original.param_groups[-1]["params"]:
-            if param in self.original.state:
-                self.state[param] = self._packed(param, self.original.state.pop(param))
+        self._refuse_fused_only(inner, {**self.defaults, **param_group})
+        inner.add_param_group(param_group)
+        for param in inner.param_groups[-1]["params"]:
+            if param in inner.state:
+                self.state[param] = self._packed(param, inner.state.pop(param))
 
     def _refuse_fused_only(self, optimizer: Optimizer, group: dict[str, Any]) -> None:
         """Raise if a state that the optimizer will create has a compressor of fused steps."""
         params = group["params"]
         for param in [params] if isinstance(params, Tensor) else params:
-            if isinstance(param, Tensor):
-                chosen, _ = layout.decide(param, self.choose, "exp_avg", self.min_elements)
-                if chosen.fused_only and "exp_avg" in first_shapes(optimizer, param, group):
-                    layout.refuse_fused_only([chosen], f"compressed {type(optimizer).__name__}")
+            chosen = self.choose(param, "exp_avg") if isinstance(param, Tensor) else None
+            if isinstance(chosen, Compressor) and chosen.fused_only:
+                used, _ = layout.decide(param, self.choose, "exp_avg", self.min_elements)
+                if "exp_avg" in first_shapes(optimizer, param, group):
+                    layout.refuse_fused_only([used], f"compressed {type(optimizer).__name__}")
 
     @torch.no_grad()
     @torch._disable_dynamo

@@ -53,8 +53,9 @@ def is_tested(optimizer: Optimizer) -> bool:
 
 
 def default_choice(optimizer: Optimizer) -> layout.Choose:
-    """Return the default `choose` of an optimizer: the paper's, or `keep`."""
-    return layout.Choice() if is_tested(optimizer) else keep
+    """Return the default `choose` of an optimizer: the paper's, its class's own, or `keep`."""
+    first = getattr(type(optimizer), "first_default", layout.Choice.first)
+    return layout.Choice(first=first) if is_tested(optimizer) else keep
 
 
 def keep(param: Tensor, state_name: str) -> Keep:

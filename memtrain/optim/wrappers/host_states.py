@@ -160,10 +160,9 @@ class HostStates(OptimizerWrapper):
         finally:
             self.host.join()
             super().zero_grad(set_to_none)
-            release = self._release
-            if release is not None:
-                release.zero_grad()
-                self._begun = self._begun and any(map(release.has_updated, self._leaves.values()))
+            if self._release is not None:
+                self._release.zero_grad()
+            self._begun = False
 
     def on_gradient(self, param: Tensor) -> None:
         """Send a complete gradient to the host, which steps its parameter."""
@@ -328,12 +327,6 @@ class HostStates(OptimizerWrapper):
             release.late_changes.refuse()
             remaining = [p for p in remaining if not release.late_changes.is_kept(p)]
         refuse_sparse([(p, p.grad) for p in remaining], type(self).__name__)
-        if release is not None and release.accumulate == 1:  # one at a time
-            for param in remaining:
-                if not release.has_updated(self._leaves[param]) and param.grad is not None:
-                    self._step_released(param, self.host.send(param, param.grad))
-                    param.grad = None
-            return
         sent = [(p, self.host.send(p, p.grad)) for p in remaining if p.grad is not None]
         for param, one in sent:
             self.host.receive(param, one)

@@ -294,10 +294,6 @@ class ReleaseGradients(OptimizerWrapper):
             if self._done or self._sums.waiting:
                 raise broken_off(len(self._done), len(self._handles))
 
-    def has_updated(self, param: Tensor) -> bool:
-        """Whether a gradient of this step has been applied, or waits for its norm."""
-        return param in self._done
-
     def _update(self, param: Tensor, grad: Tensor) -> None:
         """Clip and apply one gradient."""
         self._check(param, grad)

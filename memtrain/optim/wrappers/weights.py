@@ -18,7 +18,7 @@ from memtrain.optim.states.per_parameter import stands_for
 from memtrain.optim.states.shards import check_unsharded, local, part_number, sharded_like
 from memtrain.optim.states.stalled_weights import StalledWeights
 from memtrain.optim.states.targets import Target, parts_of, refuse_sparse
-from memtrain.optim.wrappers.wrapper import OptimizerWrapper, allowed, chunks, step_targets
+from memtrain.optim.wrappers.wrapper import OptimizerWrapper, allowed, step_targets
 
 
 class WeightFormat(NamedTuple):
@@ -91,8 +91,8 @@ class SplitWeights(OptimizerWrapper):
 
     Memory:
         2 bytes per parameter, and 0, 1 or 2 of correction. Without fused kernels, `step()` has
-        masters and gradients in float32 for 4 Mi elements or the largest parameter, or for all
-        parameters if the inner optimizer is not known to be separable.
+        the master and the gradient of one parameter in float32, or of all parameters if the inner
+        optimizer is not known to be separable.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -130,7 +130,7 @@ class SplitWeights(OptimizerWrapper):
     @torch.no_grad()
     @torch._disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Step the inner optimizer, a few parameters at a time; return the closure's loss.
+        """Step the inner optimizer, one parameter at a time; return the closure's loss.
 
         Raises:
             RuntimeError: For sparse gradients, or parameters that were replaced. Nothing has
@@ -151,7 +151,7 @@ class SplitWeights(OptimizerWrapper):
             watched = self._stall.before(parts) if stalls else None
             # An optimizer that couples its parameters sees those without gradients too.
             every = [Target(p, p.grad) for p in self.params()]
-            for some in chunks(targets) if is_separable(self) else [every]:
+            for some in [[t] for t in targets] if is_separable(self) else [every]:
                 self.step_targets(some)
             self._stall.after(watched)
         self.advance()
@@ -276,10 +276,8 @@ class SplitWeights(OptimizerWrapper):
 
     def _convert(self, params: Iterable[Tensor]) -> None:
         for param in params:
-            if stands_for(param) in self._keep or param.dtype not in (
-                torch.float32,
-                self.format.dtype,
-            ):
+            kept = stands_for(param) in self._keep
+            if kept or param.dtype not in (torch.float32, self.format.dtype):
                 continue
             whole = local(param.detach())
             low = torch.empty_like(whole, dtype=self.format.dtype)

@@ -27,10 +27,6 @@ from memtrain.optim.states.targets import Target
 T = TypeVar("T")
 FORMAT = 1
 """The format of a wrapper's own values in a checkpoint's groups and states."""
-
-
-CHUNK = 2**22
-"""Elements whose float32 masters exist at once; a larger parameter is stepped alone."""
 _RUNTIME = ("step", "_zero_grad_profile_name", "_positions")  # what copies and pickles lack
 
 
@@ -46,20 +42,6 @@ class WeakRef(Generic[T]):
 
     def __getstate__(self) -> dict[str, Any]:
         return {"_target": None}
-
-
-def chunks(targets: Sequence[Target]) -> Iterator[list[Target]]:
-    """Yield targets in lists of at most `CHUNK` elements; a larger parameter is alone."""
-    chunk: list[Target] = []
-    count = 0
-    for target in targets:
-        if chunk and count + target.param.numel() > CHUNK:
-            yield chunk
-            chunk, count = [], 0
-        chunk.append(target)
-        count += target.param.numel()
-    if chunk:
-        yield chunk
 
 
 def allowed(targets: Iterable[Target]) -> list[Target]:
