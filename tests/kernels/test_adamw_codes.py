@@ -49,7 +49,7 @@ def entry(g, kind, first_map, second_map):
     zeros = torch.zeros_like(g)
     first = quantize_blocks_reference(zeros, Codebook(first_map, 4, True), 128)
     if kind == "rank1":
-        second = rank1.quantize_reference(zeros, Codebook(second_map, 4, False))
+        second = rank1.quantize(zeros, Codebook(second_map, 4, False))
     else:
         second = quantize_blocks_reference(zeros, Codebook(second_map, 4, False), 128)
     states = tuple({"codes": codes, "scale": scale} for codes, scale in (first, second))

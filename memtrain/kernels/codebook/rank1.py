@@ -3,18 +3,12 @@
 A tensor is viewed as a matrix of its first dimension and all others.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from memtrain.kernels.codebook.quantize import (
-    dequantize_blocks,
-    dequantize_blocks_reference,
-    inverse,
-    quantize_scaled,
-    quantize_scaled_reference,
-)
+from memtrain.kernels.codebook.quantize import dequantize_blocks, inverse, quantize_scaled
 from memtrain.kernels.codebook.values import Codebook
 
 
@@ -73,40 +67,15 @@ def quantize(x: Tensor, book: Codebook, *, seed: int | None = None) -> tuple[Ten
     return encode(x, scale, book, seed), scale
 
 
-def encode(
-    x: Tensor,
-    scale: Tensor,
-    book: Codebook,
-    seed: int | None = None,
-    run: Callable[..., Tensor] = quantize_scaled,
-) -> Tensor:
+def encode(x: Tensor, scale: Tensor, book: Codebook, seed: int | None = None) -> Tensor:
     """Return the codes of `quantize` for known maxima, such as those of a whole tensor."""
     rows = inverse(scale[: x.shape[0]]).unsqueeze(1)
     scaled = torch.maximum(rows, columns(scale, x.shape, inverted=True))
-    return run(scaled.mul_(x.detach().float().reshape(scaled.shape)), book, seed)
+    return quantize_scaled(scaled.mul_(x.detach().float().reshape(scaled.shape)), book, seed)
 
 
 def dequantize(codes: Tensor, scale: Tensor, book: Codebook, *, shape: Sequence[int]) -> Tensor:
     """Invert `quantize` for a tensor's shape: `value[code] * min over d of maxima_d`, float32."""
-    return _decode(codes, scale, book, shape, dequantize_blocks)
-
-
-def quantize_reference(x: Tensor, book: Codebook, seed: int | None = None) -> tuple[Tensor, Tensor]:
-    """Compute `quantize` in plain torch: the definition."""
-    scale = maxima(x)
-    return encode(x, scale, book, seed, quantize_scaled_reference), scale
-
-
-def dequantize_reference(
-    codes: Tensor, scale: Tensor, book: Codebook, shape: Sequence[int]
-) -> Tensor:
-    """Compute `dequantize` in plain torch: the definition."""
-    return _decode(codes, scale, book, shape, dequantize_blocks_reference)
-
-
-def _decode(
-    codes: Tensor, scale: Tensor, book: Codebook, shape: Sequence[int], run: Callable[..., Tensor]
-) -> Tensor:
     least = torch.fmin(scale[: shape[0]].unsqueeze(1), columns(scale, shape))
-    values = run(codes, None, book, numel=least.numel())
+    values = dequantize_blocks(codes, None, book, numel=least.numel())
     return least.mul_(values.view(least.shape)).view(tuple(shape))

@@ -13,7 +13,6 @@ from memtrain.kernels.codebook.quantize import (
     encode_drawn,
     largest,
     quantize_blocks_reference,
-    quantize_scaled_reference,
 )
 from memtrain.kernels.codebook.values import Codebook
 from memtrain.kernels.packing import bits as bitpack
@@ -90,7 +89,7 @@ class Codec(NamedTuple):
             return lloyd_max.decode(*parts).view(shape)
         book = Codebook(self.codebook, self.bits, self.signed)
         if self.kind == "rank1":
-            return rank1.dequantize_reference(state["codes"], state["scale"], book, shape)
+            return rank1.dequantize(state["codes"], state["scale"], book, shape=shape)
         flat = dequantize_blocks_reference(state["codes"], state["scale"], book, shape.numel())
         return flat.view(shape)
 
@@ -113,7 +112,7 @@ class Codec(NamedTuple):
         elif scale is None:
             codes, scale = quantize_blocks_reference(new, book, self.block)
         else:
-            codes = rank1.encode(new, scale, book, run=quantize_scaled_reference)
+            codes = rank1.encode(new, scale, book)
         state["codes"].copy_(codes)
         state["scale"].copy_(scale)
 
