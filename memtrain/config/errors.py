@@ -22,10 +22,26 @@ def nearest(value: str, allowed: Sequence[str]) -> str:
     return f"{hint}allowed: {', '.join(sorted(allowed))}"
 
 
-def at_least(name: str, value: int, lowest: int) -> None:
-    """Raise ValueError if `value` is below `lowest`."""
-    if value < lowest:
-        raise ValueError(f"{name}={value} is out of range; allowed: {lowest} or more")
+def in_range(
+    key: str,
+    value: float,
+    *,
+    above: float | None = None,
+    at_least: float | None = None,
+    at_most: float | None = None,
+    below: float | None = None,
+) -> None:
+    """Check a number against bounds."""
+    checks = (
+        ("above", above, lambda bound: value > bound),
+        ("at least", at_least, lambda bound: value >= bound),
+        ("at most", at_most, lambda bound: value <= bound),
+        ("below", below, lambda bound: value < bound),
+    )
+    used = [(words, bound, holds) for words, bound, holds in checks if bound is not None]
+    if not all(holds(bound) for _, bound, holds in used):  # a NaN fails every comparison
+        allowed = " and ".join(f"{words} {bound}" for words, bound, _ in used)
+        raise ValueError(f"{key}={value} is out of range; allowed: {allowed}")
 
 
 def check_keys(cfg: Any, schema: type, path: str = "") -> None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from memtrain.config.errors import at_least, nearest
+from memtrain.config.errors import in_range, nearest
 from memtrain.optim.wrappers.release_checks import check_options
 from memtrain.precision.assignment import Precision
 
@@ -77,8 +77,8 @@ class Activations:
     with exact values. An error names the site. Copies of all saved tensors are kept meanwhile."""
 
     def __post_init__(self) -> None:
-        at_least("activations.min_elements", self.min_elements, 0)
-        at_least("activations.adapt_interval", self.adapt_interval, 1)
+        in_range("activations.min_elements", self.min_elements, at_least=0)
+        in_range("activations.adapt_interval", self.adapt_interval, at_least=1)
         if self.average_bits is not None and not 1 <= self.average_bits <= 8:
             raise ValueError(f"activations.average_bits={self.average_bits}; allowed: 1 to 8")
         if self.sensitivity not in (allowed := ("statistics", "passes")):
@@ -104,7 +104,7 @@ class Optim:
     updated weights back. `keep`: states are on the parameters' device."""
 
     def __post_init__(self) -> None:
-        at_least("optim.min_elements", self.min_elements, 0)
+        in_range("optim.min_elements", self.min_elements, at_least=0)
         if (value := self.device) not in STATE_DEVICES:
             raise ValueError(f"optim.device={value!r} is unknown; {nearest(value, STATE_DEVICES)}")
 

@@ -9,9 +9,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from memtrain.activations.intercept.recompute import blocks_of
+from memtrain.config.errors import in_range
 from memtrain.training.batches import IGNORED
 from memtrain.training.pretrained import Pretrained, py
-from memtrain.training.settings import build_named, in_range
+from memtrain.training.settings import build_named
 
 VOCABULARY = 256  # one token per byte
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from memtrain.config.errors import in_range
 from memtrain.config.transformers_configs import (
     config_file,
     import_transformers,
@@ -17,7 +18,7 @@ from memtrain.config.transformers_configs import (
     tasks_of,
 )
 from memtrain.config.user_functions import user_function
-from memtrain.training.settings import in_range, one_of
+from memtrain.training.settings import one_of
 
 DTYPES = {
     **dict.fromkeys(("float32", "fp32"), torch.float32),

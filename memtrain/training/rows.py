@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from memtrain.compressors.base import Key
-from memtrain.training.settings import in_range
+from memtrain.config.errors import in_range
 
 SPLITS = ("train", "validation")
 ALL = slice(None)

@@ -13,6 +13,7 @@ from omegaconf.errors import OmegaConfBaseException
 from memtrain import configs
 from memtrain.audit.peak import StepOptions
 from memtrain.config import sources as base
+from memtrain.config.errors import in_range
 from memtrain.planner import Goal
 
 RUNS = ("plain", "wrapped")
@@ -273,25 +274,3 @@ def one_of(key: str, value: str, allowed: Sequence[str]) -> str:
     if value not in allowed:
         raise ValueError(f"{key}={value!r} is unknown; {base.nearest(value, list(allowed))}")
     return value
-
-
-def in_range(
-    key: str,
-    value: float,
-    *,
-    above: float | None = None,
-    at_least: float | None = None,
-    at_most: float | None = None,
-    below: float | None = None,
-) -> None:
-    """Check a number against bounds."""
-    checks = (
-        ("above", above, lambda bound: value > bound),
-        ("at least", at_least, lambda bound: value >= bound),
-        ("at most", at_most, lambda bound: value <= bound),
-        ("below", below, lambda bound: value < bound),
-    )
-    used = [(words, bound, holds) for words, bound, holds in checks if bound is not None]
-    if not all(holds(bound) for _, bound, holds in used):  # a NaN fails every comparison
-        allowed = " and ".join(f"{words} {bound}" for words, bound, _ in used)
-        raise ValueError(f"{key}={value} is out of range; allowed: {allowed}")

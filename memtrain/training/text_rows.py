@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from memtrain.config.errors import in_range
 from memtrain.training.batches import IGNORED
 from memtrain.training.pretrained import Pretrained
 from memtrain.training.rows import Rows
-from memtrain.training.settings import in_range
 
 BYTES = "bytes"
 _BYTE_TOKENS = 256
