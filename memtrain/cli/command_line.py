@@ -4,7 +4,7 @@ import io
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from rich.console import Console
@@ -75,16 +75,3 @@ def check_writable(path: Path, option: str) -> None:
         why = "no permission"
     if why:
         raise OSError(f"cannot write {option} {str(path)!r}: {why}")
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file completely or not at all; an existing one is replaced."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        partial.write_text(text, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise OSError(f"cannot write the file {str(path)!r}: {error}") from error
-    finally:
-        with suppress(OSError):
-            partial.unlink()

@@ -1,7 +1,10 @@
 """Plans as YAML files that users can edit, compare, commit, and pass to `wrap`."""
 
+import os
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -67,3 +70,16 @@ def _tree(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _tree(inner) for key, inner in value.items()}
     return [_tree(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file completely or not at all; an existing one is replaced."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        partial.write_text(text, encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise OSError(f"cannot write the file {str(path)!r}: {error}") from error
+    finally:
+        with suppress(OSError):
+            partial.unlink()

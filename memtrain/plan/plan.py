@@ -1,6 +1,5 @@
 """Plans: the decision for every site, made from rules before training."""
 
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -274,9 +273,7 @@ class Plan:
         path = Path(path)
         if path.suffix not in (".yaml", ".yml"):
             raise ValueError(f"plan file {str(path)!r}; allowed: names that end in .yaml")
-        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-        partial.write_text(self.to_yaml())
-        partial.replace(path)
+        file.write_file(path, self.to_yaml())
 
     def listing(self) -> str:
         """Return YAML with each site's compressor or reason to keep, and idle exceptions."""

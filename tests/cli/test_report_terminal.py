@@ -10,10 +10,11 @@ import sys
 import pytest
 from rich.console import Console
 
-from memtrain.cli.command_line import check_writable, consoles, working, write_file
+from memtrain.cli.command_line import check_writable, consoles, working
 from memtrain.cli.render.report_data import ReportData
 from memtrain.cli.render.text_tables import show
 from memtrain.cli.report.main import main
+from memtrain.plan.file import write_file
 
 COLOUR = re.compile(rb"\x1b\[(\d+;)*[39][0-7]m")  # bold and italics are none
 MAIN = "import sys; from memtrain.cli.report.main import main; sys.exit(main())"

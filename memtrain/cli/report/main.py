@@ -14,7 +14,7 @@ from rich.console import Console
 from memtrain.audit.peak import StepOptions
 from memtrain.audit.peak.predict import UnpredictableError
 from memtrain.audit.report import Report, audit
-from memtrain.cli.command_line import consoles, discard_output, working, write_file
+from memtrain.cli.command_line import consoles, discard_output, working
 from memtrain.cli.models.build_model import Built, build, build_real
 from memtrain.cli.models.request import Request
 from memtrain.cli.render.charts import step_svg
@@ -25,6 +25,7 @@ from memtrain.cli.report import budget
 from memtrain.cli.report.arguments import STDOUT, help_text, parse_keys, parse_options, settings
 from memtrain.config.sizes import parse_size
 from memtrain.config.sources import Config
+from memtrain.plan.file import write_file
 from memtrain.plan.plan import make_plan
 from memtrain.planner import DoesNotFit
 from memtrain.verification import COLUMNS, verify
