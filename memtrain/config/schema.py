@@ -60,8 +60,6 @@ class Activations:
     last bit."""
     min_elements: int = 1024
     """Smaller tensors are kept."""
-    derive_outputs: bool = True
-    """Whether a norm's output that another op saves is recomputed from the norm's payload."""
     derive_products: bool = False
     """Recompute outputs of SiLU and GELU that have a `group` rule, products, and dropped outputs,
     from what these ops store."""

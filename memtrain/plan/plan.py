@@ -94,10 +94,9 @@ class Plan:
         """Return the options of saved tensors for every compressor."""
         activations = self.config.activations
         derives = SMOOTH if self.bits is None else NORMS  # `bits: auto`: each payload has a width
-        derives = PRODUCTS if activations.derive_products else derives
         return Options(
             min_elements=activations.min_elements,
-            derives=derives if activations.derive_outputs else 0,
+            derives=PRODUCTS if activations.derive_products else derives,
             recompute=tuple(activations.recompute),
             recompute_inputs=recompute_inputs(activations),
             low=None if self.config.weights == KEEP else parse(self.config.weights).dtype,
