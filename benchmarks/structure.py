@@ -26,7 +26,7 @@ LONGEST = 450
 """Lines of a file."""
 
 LIMITS = {
-    "lines of the package": 41_200,
+    "lines of the package": 41_160,
     "lines of the tests": 40_110,
     "lines of experiments and benchmarks": 4_500,
     "classes": 190,
