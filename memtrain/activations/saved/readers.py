@@ -42,6 +42,12 @@ _CARRIES_PRODUCTS = (
         *("IndexCopyBackward0", "IndexPutBackward0", "IndexSelectBackward0", "RepeatBackward0"),
         *("RollBackward0", "ScatterAddBackward0", "SplitBackward0", "SplitWithSizesBackward0"),
         *("StackBackward0", "TrilBackward0", "TriuBackward0", "UnbindBackward0"),
+        *("Col2ImBackward0", "Im2ColBackward0", "PixelShuffleBackward0", "UnfoldBackward0"),
+        *(f"{kind}Pad{n}DBackward0" for kind in ("Reflection", "Replication") for n in (1, 2, 3)),
+        *(f"UpsampleNearest{exact}{n}DBackward0" for exact in ("", "Exact") for n in (1, 2, 3)),
+        *("UpsampleBicubic2DAaBackward0", "UpsampleBicubic2DBackward0"),
+        *("UpsampleBilinear2DAaBackward0", "UpsampleBilinear2DBackward0"),
+        *("UpsampleLinear1DBackward0", "UpsampleTrilinear3DBackward0"),
     )
 )
 """Nodes whose output has the elements of an input, times or plus something else."""

@@ -120,9 +120,26 @@ def test_a_nonlinearity_that_a_logarithm_reads_keeps_its_input(function, read, b
     torch.testing.assert_close(gradient(model), exact, rtol=1e-4, atol=1e-4)
 
 
+PATHS = {
+    "a sum, a dropout": lambda h, y: F.dropout(h + y * 2, 0.1),
+    "an interpolation": lambda h, y: F.interpolate(y.view(4, 4, 16, 16), scale_factor=2),
+    "a smooth interpolation": lambda h, y: F.interpolate(
+        y.view(4, 4, 16, 16), size=12, mode="bilinear", antialias=True
+    ),
+    "a padding": lambda h, y: F.pad(y.view(4, 4, 16, 16), (1, 1, 1, 1), mode="reflect"),
+    "patches": lambda h, y: F.unfold(y.view(4, 4, 16, 16), 2, stride=2),
+    "a shuffle": lambda h, y: F.pixel_shuffle(y.view(4, 4, 16, 16), 2),
+    "a norm of a map": lambda h, y: (
+        y.view(4, 4, 16, 16) / y.view(4, 4, 256).norm(dim=2)[..., None, None]
+    ),
+}
+
+
+@pytest.mark.each_value
 @pytest.mark.parametrize("function", SMOOTH)
-def test_a_nonlinearity_is_compressed_where_products_read_what_is_made_of_it(function):
-    model = Model(lambda h: F.dropout(h + SMOOTH[function](h) * 2, 0.1).view(-1, 64) @ WEIGHT)
+@pytest.mark.parametrize("path", PATHS)
+def test_a_nonlinearity_is_compressed_where_products_read_what_is_made_of_it(function, path):
+    model = Model(lambda h: PATHS[path](h, SMOOTH[function](h)).reshape(-1, 16) @ WEIGHT[:16])
     _, _, entries = with_and_without(model, torch.randn(64, 64))
     assert [e for e in entries if f" / {function.split()[0]} / " in e.site and e.compressor]
 
