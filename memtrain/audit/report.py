@@ -217,7 +217,7 @@ def audit(
 
     Example:
         >>> import torch
-        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU())
+        >>> model = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 8))
         >>> report = audit(model, torch.ones(32, 64), "balanced")
         >>> [(row.name, row.plain, row.planned) for row in report.largest(1, "activation")]
         [('1 / gelu / input', 32768, 3072)]
