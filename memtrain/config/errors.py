@@ -100,7 +100,7 @@ def explain(
     for key, override in sorted(keys.items(), key=lambda pair: -len(pair[0])):
         if key and key in text:
             valid = _keys(defaults(), "")
-            if key not in valid:
+            if key not in valid and not options(key):
                 close = difflib.get_close_matches(key, valid, n=3, cutoff=0.3)
                 top = ", ".join(sorted(name for name in valid if "." not in name))
                 allowed = f"nearest valid: {', '.join(close)}" if close else f"allowed: {top}"

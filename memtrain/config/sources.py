@@ -147,6 +147,8 @@ def compose(overrides: Sequence[str], name: str = "config") -> DictConfig:
             return hydra_compose(name, overrides=_replace_named_compressors(overrides))
     except (HydraException, OmegaConfBaseException) as error:
         groups = [item for item in overrides if options(item.partition("=")[0])]
+        if groups == [*overrides]:  # one of them does not fit the schema
+            groups = []
         raise explain(error, overrides, options, lambda: compose(groups, name)) from error
     finally:
         GlobalHydra.instance().hydra = outer

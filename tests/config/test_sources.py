@@ -2,7 +2,9 @@
 
 import re
 
+import hydra
 import pytest
+from hydra.errors import HydraException
 from hypothesis import given
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
@@ -223,3 +225,16 @@ def test_a_whole_number_of_any_unit_is_exact(number, unit):
 )
 def test_sizes_are_shown(nbytes, text):
     assert format_size(nbytes) == text
+
+
+def test_a_file_of_a_group_that_does_not_fit_the_schema_is_named(monkeypatch):
+    def broken(name, overrides):
+        if overrides:
+            raise HydraException("In 'preset/exact': Key 'colour' not in 'Optim'")
+        return composed(name)
+
+    composed = hydra.compose
+    monkeypatch.setattr(hydra, "compose", broken)
+    for overrides in (["preset=exact"], ["preset=exact", "activations.min_elements=1"]):
+        with pytest.raises(TypeError, match="'preset=exact': In 'preset/exact': Key 'colour'"):
+            compose(overrides)
